@@ -1,0 +1,1 @@
+//! torch's CUDA allocator and the C API: the only extern C of millpond.
