@@ -1,1 +1,5 @@
-//! The wire, the owner, the client, leases, deaths and the ledger; and the millpond program.
+//! millpond between processes: the [`wire`], the [`control`] memory that all share, the owner and the client.
+#![deny(unsafe_code)]
+
+pub mod control;
+pub mod wire;
