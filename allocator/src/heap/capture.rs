@@ -89,7 +89,8 @@ impl Inner {
             if let (Some(home), Some(domain)) = (home, self.domain_of(place)) {
                 // A replay on any stream may still use these bytes, so not even the capturing stream gets them at once: they
                 // go where only a context-wide event makes them ready.
-                let _ = self.tlsf.remove_domain(domain, self.limbo(), mark);
+                let limbo = self.limbo();
+                let _ = self.tlsf.remove_domain(domain, limbo, mark);
                 if let Some(place) = self.places.get_mut(place) {
                     // Blocks that are still live go home like any other when they are freed.
                     (place.domain, place.pool) = (home, None);

@@ -152,11 +152,8 @@ impl Heap {
         // What was theirs is ours from here on, and others' only when our stream has come past this moment.
         let (mark, into) = (inner.streams.mark(), inner.domain_of(place)?);
         for other in 0..inner.places.len() {
-            let Some(Place { domain, pool: None }) = inner.places.get(other).map(|p| Place { domain: p.domain, pool: p.pool.is_some().then_some(()) })
-            else {
-                continue;
-            };
-            if other != place && inner.tlsf.remove_domain(domain, into, mark).is_ok() {
+            let Some(domain) = inner.places.get(other).filter(|p| other != place && p.pool.is_none()).map(|p| p.domain) else { continue };
+            if inner.tlsf.remove_domain(domain, into, mark).is_ok() {
                 let fresh = inner.tlsf.add_domain();
                 if let Some(place) = inner.places.get_mut(other) {
                     place.domain = fresh;
@@ -188,11 +185,6 @@ impl Heap {
             detail,
         }))
     }
-}
-
-struct Place {
-    domain: Domain,
-    pool: Option<()>,
 }
 
 impl Inner {
