@@ -11,12 +11,11 @@ use cudarc::driver::sys::{
     self, CUdevice_attribute, CUevent, CUevent_flags, CUmemAccessDesc, CUmemAccess_flags, CUmemAllocationHandleType, CUstream,
     CUstreamCaptureStatus, CUstreamWaitValue_flags, CUstreamWriteValue_flags, CUstream_flags,
 };
-use rustix::fs::{fstat, fstatfs, FileType};
 use rustix::io::{fcntl_getfd, fcntl_setfd, FdFlags};
 
 use super::api::Api;
 use super::context::{Context, Relaxed};
-use super::handles::Handles;
+use super::handles::{may_be_memory, Handles};
 use super::survey::{allocation, attribute_of, location, Survey, Words};
 use crate::driver::{Access, Addr, Capture, CuResult, DeviceInfo, Driver, DriverError, Event, MemInfo, Memory, PointerInfo, Result};
 use crate::driver::{Stream, StreamId};
@@ -398,17 +397,5 @@ fn has_run(queried: Result<()>) -> Result<bool> {
         Ok(()) => Ok(true),
         Err(DriverError::Call { result: CuResult::NOT_READY, .. }) => Ok(false),
         Err(error) => Err(error),
-    }
-}
-
-/// Whether a descriptor could be exported memory. The driver's are character devices; what surely is something else (a folder,
-/// a pipe, a socket, a block device, a host driver's memfd) is not shown to the driver. Others are its to judge.
-fn may_be_memory(fd: BorrowedFd<'_>) -> bool {
-    const TMPFS: u64 = 0x0102_1994;
-    let Ok(stat) = fstat(fd) else { return false };
-    match FileType::from_raw_mode(stat.st_mode) {
-        FileType::Directory | FileType::Fifo | FileType::Socket | FileType::Symlink | FileType::BlockDevice => false,
-        FileType::RegularFile => fstatfs(fd).is_ok_and(|system| system.f_type as u64 != TMPFS),
-        _ => true,
     }
 }

@@ -4,8 +4,10 @@
 //! it only while it is known here to be live, and none is released while another thread uses it.
 
 use std::collections::HashMap;
+use std::os::fd::BorrowedFd;
 
 use parking_lot::RwLock;
+use rustix::fs::{fstat, fstatfs, FileType};
 
 use crate::driver::{CuResult, DriverError, Memory, Result};
 
@@ -48,5 +50,17 @@ impl Handles {
             handles.remove(&memory.0);
         }
         Ok(())
+    }
+}
+
+/// Whether a descriptor could be exported memory. The driver's are character devices; what surely is something else (a folder,
+/// a pipe, a socket, a block device, a host driver's memfd) is not shown to the driver. Others are its to judge.
+pub(super) fn may_be_memory(fd: BorrowedFd<'_>) -> bool {
+    const TMPFS: u64 = 0x0102_1994;
+    let Ok(stat) = fstat(fd) else { return false };
+    match FileType::from_raw_mode(stat.st_mode) {
+        FileType::Directory | FileType::Fifo | FileType::Socket | FileType::Symlink | FileType::BlockDevice => false,
+        FileType::RegularFile => fstatfs(fd).is_ok_and(|system| system.f_type as u64 != TMPFS),
+        _ => true,
     }
 }

@@ -24,6 +24,8 @@ mod platform;
 mod survey;
 
 #[cfg(test)]
+mod stub;
+#[cfg(test)]
 mod tests;
 
 pub use driver::CudaDriver;

@@ -5,6 +5,8 @@ use std::ffi::OsStr;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::Arc;
 
+use libloading::os::unix::Library;
+
 use super::api::Api;
 use super::survey::{self, Survey};
 use super::{library, CudaDriver};
@@ -21,6 +23,8 @@ pub struct CudaPlatform {
     initialised: AtomicBool,
     /// What new drivers start with; see [`CudaDriver::set_peer_access`].
     grant_peers: AtomicBool,
+    /// What the machine lacks for an arena on any device; asked at each opening.
+    machine_lacks: fn() -> Option<&'static str>,
 }
 
 impl CudaPlatform {
@@ -29,22 +33,22 @@ impl CudaPlatform {
     /// # Errors
     /// [`DriverError::Unavailable`] where no library loads, [`DriverError::TooOld`] where one lacks a function.
     pub fn load() -> Result<Self> {
-        Self::over(library::find()?)
+        Self::over(library::find()?, survey::machine_lacks)
     }
 
-    /// The same with the first of these files that loads.
+    /// The same with the first of these files that loads, and without a look at the machine around it: for stubs.
     ///
     /// # Errors
     /// As for [`CudaPlatform::load`].
     #[doc(hidden)]
     pub fn load_from<P: AsRef<OsStr>>(paths: &[P]) -> Result<Self> {
-        Self::over(library::first(paths)?)
+        Self::over(library::first(paths)?, || None)
     }
 
-    fn over(library: libloading::os::unix::Library) -> Result<Self> {
+    fn over(library: Library, machine_lacks: fn() -> Option<&'static str>) -> Result<Self> {
         let api = Arc::new(Api::resolve(library)?);
         tracing::debug!(file = api.file(), "CUDA driver library loaded");
-        Ok(Self { api, initialised: AtomicBool::new(false), grant_peers: AtomicBool::new(false) })
+        Ok(Self { api, initialised: AtomicBool::new(false), grant_peers: AtomicBool::new(false), machine_lacks })
     }
 
     /// Whether drivers opened from here on let visible peer devices reach what they map (default: no).
@@ -63,7 +67,7 @@ impl CudaPlatform {
             let visible = if visible.is_empty() { "none".to_owned() } else { visible.join(", ") };
             return Err(DriverError::NoSuchDevice { id, visible });
         };
-        if let Some(missing) = survey::machine_lacks().or(found.lacks) {
+        if let Some(missing) = (self.machine_lacks)().or(found.lacks) {
             return Err(DriverError::Unsupported { device: format!("{} ({id})", found.info.name), missing });
         }
         let driver = CudaDriver::new(Arc::clone(&self.api), found.clone());
