@@ -105,7 +105,9 @@ impl Window {
             done.push((*chunk, memory));
             Ok(())
         });
-        let result = result.and_then(|()| Ok(spans(&done).try_for_each(|(offset, bytes)| self.driver.set_access(self.base + offset, bytes, self.access))?));
+        let result = result.and_then(|()| {
+            Ok(spans(&done).try_for_each(|(offset, bytes)| self.driver.set_access(self.base + offset, bytes, self.access))?)
+        });
         if let Err(error) = result {
             for (chunk, memory) in done {
                 let _ = self.driver.unmap(self.base + chunk.offset, chunk.bytes);

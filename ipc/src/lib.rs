@@ -1,5 +1,7 @@
 //! millpond between processes: the [`wire`], the [`control`] memory that all share, the owner and the client.
 #![deny(unsafe_code)]
 
+pub mod client;
 pub mod control;
+pub mod ledger;
 pub mod wire;

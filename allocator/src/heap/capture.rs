@@ -82,7 +82,8 @@ impl Inner {
     fn dissolve(&mut self, pool: PoolId) {
         self.pools.uses.remove(&pool);
         let mark = self.streams.mark();
-        let gone: Vec<((PoolId, usize), usize)> = self.pools.places.iter().filter(|((p, _), _)| *p == pool).map(|(k, v)| (*k, *v)).collect();
+        let gone: Vec<((PoolId, usize), usize)> =
+            self.pools.places.iter().filter(|((p, _), _)| *p == pool).map(|(k, v)| (*k, *v)).collect();
         for (key, place) in gone {
             self.pools.places.remove(&key);
             let home = self.of_stream.get(key.1).and_then(|home| self.domain_of(*home));

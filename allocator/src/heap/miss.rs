@@ -93,7 +93,11 @@ impl Heap {
         let reserved = self.inner.lock().stats.all.reserved_bytes.current;
         let room = self.limit.load(Ordering::Relaxed).saturating_sub(reserved);
         if exact > room {
-            return Err(self.out_of_memory(request.bytes, Some(self.limit.load(Ordering::Relaxed)), "It is this process's own limit.".to_owned()));
+            return Err(self.out_of_memory(
+                request.bytes,
+                Some(self.limit.load(Ordering::Relaxed)),
+                "It is this process's own limit.".to_owned(),
+            ));
         }
         let generous = (reserved / self.config.growth_divisor).max(self.config.min_growth).min(self.config.chunk_bytes).min(room);
         let generous = exact.max(generous / granularity * granularity);
@@ -230,7 +234,8 @@ impl Inner {
         self.chunks.sort_unstable_by_key(|chunk| chunk.offset);
         let mut run: Vec<Chunk> = Vec::new();
         for chunk in &self.chunks {
-            let state = u32::try_from(chunk.offset / GRANULE).ok().and_then(|offset| self.tlsf.region(offset)).and_then(|region| region.free);
+            let state =
+                u32::try_from(chunk.offset / GRANULE).ok().and_then(|offset| self.tlsf.region(offset)).and_then(|region| region.free);
             let usable = state.is_some_and(|(domain, mark)| {
                 (domain == mine && !request.capturing)
                     || self.places.iter().any(|p| p.domain == domain && p.pool.is_none() && self.streams.done(p.stream) >= mark)

@@ -83,8 +83,12 @@ impl Heap {
         let offset = u32::try_from(self.window.offset_of(addr)? / GRANULE).ok()?;
         let inner = self.inner.lock();
         let (start, _, _) = inner.tlsf.regions().take_while(|(start, _, _)| *start <= offset).last()?;
-        let block = inner.tlsf.blocks(start).find(|block| block.used && block.offset <= offset && offset < block.offset + block.granules)?;
-        inner.blocks.contains_key(&block.offset).then(|| (self.window.base() + u64::from(block.offset) * GRANULE, u64::from(block.granules) * GRANULE))
+        let block =
+            inner.tlsf.blocks(start).find(|block| block.used && block.offset <= offset && offset < block.offset + block.granules)?;
+        inner
+            .blocks
+            .contains_key(&block.offset)
+            .then(|| (self.window.base() + u64::from(block.offset) * GRANULE, u64::from(block.granules) * GRANULE))
     }
 
     /// Every region and its blocks, by address.

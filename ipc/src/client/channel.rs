@@ -131,19 +131,21 @@ impl Channel {
     pub(super) fn receive(&self, timeout: Option<Duration>) -> Result<Frame, Error> {
         let mut reader = match timeout {
             None => self.reader.lock(),
-            Some(timeout) => self
-                .reader
-                .try_lock_for(timeout)
-                .ok_or_else(|| Error::Timeout("another thread is receiving on this channel".to_owned()))?,
+            Some(timeout) => {
+                self.reader.try_lock_for(timeout).ok_or_else(|| Error::Timeout("another thread is receiving on this channel".to_owned()))?
+            }
         };
         let before = reader.received();
         let frame = reader.read_frame(self.socket.as_fd(), timeout);
         self.received.fetch_add(reader.received() - before, Ordering::Relaxed);
         let frame = frame.map_err(|error| match error {
             FrameError::Closed(false) => self.closed(),
-            FrameError::Timeout => {
-                Error::Timeout(format!("nothing came from {} (pid {}) within {} ms", self.peer.name, self.peer.pid, timeout.unwrap_or_default().as_millis()))
-            }
+            FrameError::Timeout => Error::Timeout(format!(
+                "nothing came from {} (pid {}) within {} ms",
+                self.peer.name,
+                self.peer.pid,
+                timeout.unwrap_or_default().as_millis()
+            )),
             error => {
                 self.close();
                 error.into()

@@ -44,15 +44,19 @@ impl Platforms {
         Ok(loaded)
     }
 
-    pub(super) fn open(&self, id: DeviceId) -> Result<Arc<dyn Driver>, DriverError> {
-        match id.host_number() {
-            Some(_) => {
-                let mut host = self.host.lock();
-                let platform = host.get_or_insert_with(|| Arc::new(HostPlatform::new(HostConfig::from_env())));
-                platform.open(id)
-            }
-            None => self.cuda()?.open(id),
+    pub(super) fn open(&self, id: DeviceId) -> Result<Arc<dyn Driver>, Error> {
+        if id.host_number().is_none() {
+            return Ok(self.cuda()?.open(id)?);
         }
+        let mut host = self.host.lock();
+        let platform = match &*host {
+            Some(platform) => platform.clone(),
+            None => {
+                let config = HostConfig::from_env().map_err(|error| Error::InvalidArgument(error.to_string()))?;
+                host.insert(Arc::new(HostPlatform::new(config))).clone()
+            }
+        };
+        Ok(platform.open(id)?)
     }
 }
 
@@ -101,6 +105,7 @@ impl LiveSink for Sink {
                 leased_out: live.leased_out,
                 leased_in: live.leased_in,
                 out_of_memory: live.out_of_memory,
+                ..LiveRow::default()
             });
         }
     }
@@ -152,7 +157,9 @@ fn import(link: &Link, window: u32, epochs: Vec<u64>) -> Result<Vec<(Chunk, Owne
     let asked = epochs.len();
     let (answer, fds) = link.call(Request::Import { window, epochs }, CALL_TIMEOUT)?;
     match answer {
-        Answer::Granted { chunks } if chunks.len() == fds.len() && chunks.len() == asked => Ok(chunks.into_iter().map(from_wire).zip(fds).collect()),
+        Answer::Granted { chunks } if chunks.len() == fds.len() && chunks.len() == asked => {
+            Ok(chunks.into_iter().map(from_wire).zip(fds).collect())
+        }
         answer => Err(Error::unexpected(&answer)),
     }
 }
@@ -293,6 +300,15 @@ impl Opened {
     /// The chunks that a range of our own window touches.
     pub(super) fn own_epochs(&self, offset: u64, bytes: u64) -> Vec<u64> {
         self.heap.window().chunks_in(offset, bytes).iter().map(|chunk| chunk.epoch).collect()
+    }
+
+    /// The epochs of the chunks that a mapped range of any window touches.
+    pub(super) fn epochs_in(&self, window: u32, offset: u64, bytes: u64) -> Vec<u64> {
+        if window == self.window {
+            return self.own_epochs(offset, bytes);
+        }
+        let peer = self.peers.lock().get(&window).cloned();
+        peer.map(|peer| peer.chunks_in(offset, bytes).iter().map(|chunk| chunk.epoch).collect()).unwrap_or_default()
     }
 
     /// Which window of this device an address lies in, and where.

@@ -233,12 +233,19 @@ impl Imports {
         self.slab.lock().bytes
     }
 
+    /// Bytes held of others on one device.
+    pub(super) fn bytes_on(&self, device: u32) -> u64 {
+        self.slab.lock().entries.iter().filter_map(|entry| entry.1.as_ref()).filter(|import| import.device == device).map(|i| i.bytes).sum()
+    }
+
     /// Notes another stream that uses an import.
     pub(super) fn record_stream(&self, addr: Addr, stream: StreamId) -> bool {
         let mut slab = self.slab.lock();
-        let found = slab.entries.iter_mut().filter_map(|entry| entry.1.as_mut()).filter(|import| {
-            import.addr.is_some_and(|start| start <= addr && addr < start + import.bytes.max(1))
-        });
+        let found = slab
+            .entries
+            .iter_mut()
+            .filter_map(|entry| entry.1.as_mut())
+            .filter(|import| import.addr.is_some_and(|start| start <= addr && addr < start + import.bytes.max(1)));
         let mut any = false;
         for import in found {
             any = true;

@@ -154,7 +154,10 @@ impl Leases {
             }
         }
         for (index, word) in after.into_values().flatten() {
-            if self.over(index, word) && self.control.hold(self.me, index).is_some_and(|hold| hold.recycle(word)) && (index as usize) < FORWARDED {
+            if self.over(index, word)
+                && self.control.hold(self.me, index).is_some_and(|hold| hold.recycle(word))
+                && (index as usize) < FORWARDED
+            {
                 table.free.push(index);
             }
         }

@@ -62,7 +62,9 @@ impl Link {
         let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None).map_err(unavailable)?;
         connect(&socket, &address).map_err(unavailable)?;
         let gone = |error: FrameError| match error {
-            FrameError::Closed(_) => Error::Refused("the owner closed the connection during the handshake: another user's owner, or no owner of millpond at all".to_owned()),
+            FrameError::Closed(_) => Error::Refused(
+                "the owner closed the connection during the handshake: another user's owner, or no owner of millpond at all".to_owned(),
+            ),
             error => error.into(),
         };
         let body = serde_json::to_vec(hello).map_err(|error| Error::Internal(error.to_string()))?;

@@ -112,7 +112,13 @@ impl Client {
     ///
     /// # Errors
     /// [`Error`]; then nothing was sent and nothing is held.
-    pub fn send(&self, channel: &Channel, tree: Box<RawValue>, tensors: &[Outgoing], timeout: Option<Duration>) -> Result<Vec<bool>, Error> {
+    pub fn send(
+        &self,
+        channel: &Channel,
+        tree: Box<RawValue>,
+        tensors: &[Outgoing],
+        timeout: Option<Duration>,
+    ) -> Result<Vec<bool>, Error> {
         self.check_alive()?;
         let mut draft = Draft {
             client: self,
@@ -135,7 +141,8 @@ impl Client {
             ready: draft.signals.iter().map(|signal| (signal.timeline, signal.value)).collect(),
             tensors: std::mem::take(&mut draft.tensors),
         };
-        let sent = serde_json::to_vec(&frame).map_err(|error| Error::Internal(error.to_string())).and_then(|body| channel.send(&body, timeout));
+        let sent =
+            serde_json::to_vec(&frame).map_err(|error| Error::Internal(error.to_string())).and_then(|body| channel.send(&body, timeout));
         if let Err(error) = sent {
             draft.abandon();
             return Err(error);
@@ -191,7 +198,13 @@ impl Client {
     }
 
     /// Adds one tensor to a draft; returns the stream that must signal for it.
-    fn export(&self, draft: &mut Draft<'_>, tensor: &Outgoing, receiver: u8, copied: &mut bool) -> Result<Option<(Arc<Opened>, Stream)>, Error> {
+    fn export(
+        &self,
+        draft: &mut Draft<'_>,
+        tensor: &Outgoing,
+        receiver: u8,
+        copied: &mut bool,
+    ) -> Result<Option<(Arc<Opened>, Stream)>, Error> {
         if let Some(handle) = tensor.import {
             let import = self.imports.with(handle, |import| import.clone())?;
             return self.pass_on(draft, &import, tensor, receiver);
@@ -206,8 +219,10 @@ impl Client {
                 return self.pass_on(draft, &import, tensor, receiver);
             }
             Some((_, offset)) => {
-                let (block, block_bytes) =
-                    opened.heap.block_at(tensor.addr).ok_or_else(|| Error::InvalidArgument(format!("{:#x} is in no live block of the arena", tensor.addr)))?;
+                let (block, block_bytes) = opened
+                    .heap
+                    .block_at(tensor.addr)
+                    .ok_or_else(|| Error::InvalidArgument(format!("{:#x} is in no live block of the arena", tensor.addr)))?;
                 if tensor.addr + tensor.bytes > block + block_bytes {
                     return Err(Error::InvalidArgument(format!(
                         "{} bytes at {:#x} reach beyond their block of {block_bytes} at {block:#x}",
@@ -230,7 +245,15 @@ impl Client {
         Ok(tensor.stream.map(|stream| (opened, stream)))
     }
 
-    fn lend(&self, draft: &mut Draft<'_>, opened: &Arc<Opened>, block: Addr, range: (u64, u64), tensor: &Outgoing, receiver: u8) -> Result<(), Error> {
+    fn lend(
+        &self,
+        draft: &mut Draft<'_>,
+        opened: &Arc<Opened>,
+        block: Addr,
+        range: (u64, u64),
+        tensor: &Outgoing,
+        receiver: u8,
+    ) -> Result<(), Error> {
         let hold = self.shared.leases.lend(&opened.heap, opened.window, block, range, receiver)?;
         draft.holds.push(hold);
         draft.tensors.push(Descriptor {
@@ -246,20 +269,34 @@ impl Client {
     }
 
     /// Another's bytes go on to a third: its hold is made in the producer's table, while ours still stands.
-    fn pass_on(&self, draft: &mut Draft<'_>, import: &Import, tensor: &Outgoing, receiver: u8) -> Result<Option<(Arc<Opened>, Stream)>, Error> {
+    fn pass_on(
+        &self,
+        draft: &mut Draft<'_>,
+        import: &Import,
+        tensor: &Outgoing,
+        receiver: u8,
+    ) -> Result<Option<(Arc<Opened>, Stream)>, Error> {
         let (offset, bytes) = match (tensor.addr, import.addr) {
             (0, _) => (import.offset, import.bytes),
-            (addr, Some(start)) if addr >= start && addr + tensor.bytes <= start + import.bytes => (import.offset + (addr - start), tensor.bytes),
-            (addr, _) => return Err(Error::InvalidArgument(format!("{} bytes at {addr:#x} are not part of the value that is forwarded", tensor.bytes))),
+            (addr, Some(start)) if addr >= start && addr + tensor.bytes <= start + import.bytes => {
+                (import.offset + (addr - start), tensor.bytes)
+            }
+            (addr, _) => {
+                return Err(Error::InvalidArgument(format!(
+                    "{} bytes at {addr:#x} are not part of the value that is forwarded",
+                    tensor.bytes
+                )))
+            }
         };
         let hold = forward(&self.shared.control, self.shared.me, import.hold, (offset, bytes), receiver)?;
         draft.holds.push(hold);
         let unreached = |s: &&Signal| self.shared.control.timeline(s.timeline).is_some_and(|word| word.reached(s.value) != Reached::Yes);
-        let ready = import.ready.iter().filter(unreached).copied().collect::<Vec<_>>().into_iter().map(|signal| draft.signal(signal)).collect();
+        let ready =
+            import.ready.iter().filter(unreached).copied().collect::<Vec<_>>().into_iter().map(|signal| draft.signal(signal)).collect();
         // The range may touch fewer chunks than the import.
         let epochs = match (import.epochs.len(), import.addr) {
             (0 | 1, _) | (_, None) => import.epochs.clone(),
-            _ => self.epochs_of(import, offset, bytes).unwrap_or_else(|| import.epochs.clone()),
+            _ => self.device_at(import.device)?.open()?.epochs_in(import.window, offset, bytes),
         };
         draft.tensors.push(Descriptor {
             window: import.window,
@@ -328,7 +365,9 @@ impl Client {
                 let found = frame.ready.get(*number as usize).map(|(timeline, value)| Signal { timeline: *timeline, value: *value });
                 found.filter(|signal| self.shared.control.timeline(signal.timeline).is_some())
             });
-            let ready = ready.collect::<Option<Vec<_>>>().ok_or_else(|| Error::Protocol("a value names a signal that the message does not have".to_owned()))?;
+            let ready = ready
+                .collect::<Option<Vec<_>>>()
+                .ok_or_else(|| Error::Protocol("a value names a signal that the message does not have".to_owned()))?;
             let (producer, index, generation) = descriptor.hold;
             let import = Import {
                 hold: HoldRef { producer, index, generation },
@@ -380,7 +419,10 @@ impl Client {
                     Err(millpond_allocator::timeline::TimelineError::Dead(_)) => return Err(died(&import)),
                     result => result?,
                 },
-                _ => self.await_signal(*signal, timeout).map_err(|error| if matches!(error, Error::PeerDied(_)) { died(&import) } else { error })?,
+                _ => {
+                    self.await_signal(*signal, timeout)
+                        .map_err(|error| if matches!(error, Error::PeerDied(_)) { died(&import) } else { error })?
+                }
             }
         }
         let id = stream.map(|stream| opened.driver.stream_id(stream)).transpose()?;
@@ -479,7 +521,8 @@ impl Client {
 
     fn await_signal(&self, signal: Signal, timeout: Option<Duration>) -> Result<(), Error> {
         let deadline = timeout.map(|t| Instant::now() + t);
-        let word = self.shared.control.timeline(signal.timeline).ok_or_else(|| Error::Protocol(format!("no timeline {}", signal.timeline)))?;
+        let word =
+            self.shared.control.timeline(signal.timeline).ok_or_else(|| Error::Protocol(format!("no timeline {}", signal.timeline)))?;
         let mut pause = Pause::default();
         loop {
             match word.reached(signal.value) {
