@@ -180,6 +180,12 @@ impl Heap {
         self.limit.store(bytes, Ordering::Relaxed);
     }
 
+    /// What [`Heap::set_limit`] set; `u64::MAX`: none.
+    #[must_use]
+    pub fn limit(&self) -> u64 {
+        self.limit.load(Ordering::Relaxed)
+    }
+
     /// A block of at least `bytes`, aligned to 512, that `stream` may use at once. Zero bytes: address 0.
     ///
     /// # Errors

@@ -208,6 +208,11 @@ impl Imports {
             || self.batches.lock().iter().flat_map(|batch| &batch.partings).any(|p| touches(p.window, p.offset, p.bytes))
     }
 
+    /// Whether an address is held as an import although it lies in our own window: it came back to us.
+    pub(super) fn holds_own(&self, addr: Addr) -> bool {
+        self.find(addr).is_some()
+    }
+
     /// A live import whose mapped bytes hold an address: (handle, hold, offset in its window).
     pub(super) fn find(&self, addr: Addr) -> Option<(u64, Import)> {
         let slab = self.slab.lock();

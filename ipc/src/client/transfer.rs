@@ -10,7 +10,7 @@ use millpond_allocator::timeline::{Reached, Signal};
 use serde_json::value::RawValue;
 
 use super::channel::{Channel, Descriptor, Frame, NOWHERE};
-use super::device::Opened;
+use super::device::{Device, Opened};
 use super::error::Error;
 use super::import::Import;
 use super::lease::{cancel, forward, HoldRef};
@@ -517,6 +517,53 @@ impl Client {
                 return Err(Error::Timeout("a receiver still holds the block".to_owned()));
             }
         }
+    }
+
+    /// [`Client::open_import`] for a caller that has a GPU's stream at hand and does not know whether the value is on one.
+    ///
+    /// # Errors
+    /// As [`Client::open_import`].
+    pub fn open_on(&self, handle: u64, stream: Stream, wait: bool) -> Result<Incoming, Error> {
+        let (device, bytes) = self.imports.with(handle, |import| (import.device, import.bytes))?;
+        let device = self.device_at(device)?;
+        let (place, stream) = if device.is_host() { (Place::Host, None) } else { (Place::Device(device.id), Some(stream)) };
+        let addr = self.open_import(handle, stream, wait, None)?;
+        Ok(Incoming { addr, bytes, import: handle, place, read_only: false })
+    }
+
+    /// Notes that a stream uses whatever of ours is at an address: a block, an import, or nothing.
+    ///
+    /// # Errors
+    /// What the driver says of the stream.
+    pub fn record_anywhere(&self, addr: Addr, stream: Stream) -> Result<(), Error> {
+        for opened in self.devices.iter().filter_map(Device::if_open) {
+            match opened.locate(addr) {
+                Some((window, _)) if window == opened.window && !self.imports.holds_own(addr) => drop(opened.heap.record_stream(addr, stream)?),
+                Some(_) => drop(self.imports.record_stream(addr, opened.driver.stream_id(stream)?)),
+                None => {}
+            }
+        }
+        Ok(())
+    }
+
+    /// Frees a block of any device.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] for an address that is no live block.
+    pub fn free(&self, addr: Addr) -> Result<(), Error> {
+        let heap = self.devices.iter().filter_map(Device::if_open).map(|opened| opened.heap.clone()).find(|h| h.window().offset_of(addr).is_some());
+        heap.ok_or_else(|| Error::InvalidArgument(format!("{addr:#x} lies in no window of this process")))?.free(addr).map_err(Error::from)
+    }
+
+    /// [`Client::wait_done`] for a caller that does not know the device.
+    ///
+    /// # Errors
+    /// As [`Client::wait_done`].
+    pub fn wait_done_at(&self, addr: Addr, stream: Stream, wait: bool, timeout: Option<Duration>) -> Result<(), Error> {
+        let found = self.devices.iter().find(|device| device.if_open().is_some_and(|o| o.heap.window().offset_of(addr).is_some()));
+        let Some(device) = found else { return Ok(()) };
+        let stream = (!device.is_host() && !wait).then_some(stream);
+        self.wait_done(addr, Place::Device(device.id), stream, timeout)
     }
 
     fn await_signal(&self, signal: Signal, timeout: Option<Duration>) -> Result<(), Error> {
