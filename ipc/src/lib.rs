@@ -2,4 +2,6 @@
 #![deny(unsafe_code)]
 
 pub mod control;
+pub mod ledger;
+pub mod owner;
 pub mod wire;
