@@ -245,7 +245,8 @@ mod tests {
     fn control() -> Control {
         let control = Control::create([0xab, 7], 1).unwrap();
         let id = u128::from_be_bytes(DeviceId::host(0).bytes());
-        let mut device = DeviceRow { id_high: (id >> 64) as u64, id_low: id as u64, total: 8 << 30, limit: 4 << 30, ..DeviceRow::default() };
+        let mut device =
+            DeviceRow { id_high: (id >> 64) as u64, id_low: id as u64, total: 8 << 30, limit: 4 << 30, ..DeviceRow::default() };
         device.reserved = 3 << 30;
         device.retired = 1 << 30;
         device.name[..4].copy_from_slice(b"host");

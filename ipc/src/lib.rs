@@ -2,6 +2,8 @@
 #![deny(unsafe_code)]
 
 pub mod control;
+pub mod doctor;
 pub mod ledger;
+pub mod observer;
 pub mod owner;
 pub mod wire;

@@ -118,7 +118,8 @@ impl Owner {
             }
         }
         let orphaned = |epoch: &u64| self.estate.holding(*epoch).is_some_and(|holding| holding.fate == Fate::Orphaned);
-        let over: BTreeSet<u64> = self.estate.chunks_of(slot).into_iter().filter(|epoch| orphaned(epoch) && !read.contains(epoch)).collect();
+        let over: BTreeSet<u64> =
+            self.estate.chunks_of(slot).into_iter().filter(|epoch| orphaned(epoch) && !read.contains(epoch)).collect();
         if !over.is_empty() {
             self.give_back(&over);
             self.note_change();

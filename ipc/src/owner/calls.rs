@@ -22,7 +22,10 @@ impl Owner {
         for _ in 0..FRAMES_A_TURN {
             let Some(client) = self.client_mut(slot).filter(|client| !client.socket_ended && !client.buried) else { return };
             if client.link.is_cut() {
-                return self.socket_ended(slot);
+                if client.link.has_ended() {
+                    self.socket_ended(slot);
+                }
+                return;
             }
             match client.link.next() {
                 Ok(Some(frame)) => self.client_frame(slot, &frame),

@@ -92,7 +92,7 @@ fn serve(driver: Arc<dyn Driver>, config: &Config, no_gpu: bool) -> Result<Serve
     if chunk_bytes >= CHUNK_CEILING {
         return Err(OwnerError::ChunkTooLarge(chunk_bytes));
     }
-    if chunk_bytes < granularity || chunk_bytes % granularity != 0 {
+    if chunk_bytes < granularity || !chunk_bytes.is_multiple_of(granularity) {
         return Err(OwnerError::ChunkUnit { device, asked: chunk_bytes, granularity });
     }
     let factor = config.window_factor;

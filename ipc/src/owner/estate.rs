@@ -65,8 +65,6 @@ pub(super) enum Denial {
     Window,
     /// The driver's answer.
     Driver(DriverError),
-    /// The system's answer.
-    System(String),
 }
 
 /// Everything that there is.
@@ -90,8 +88,13 @@ impl Estate {
     pub(super) fn new(served: Vec<Served>) -> Self {
         let device = |served: Served| {
             let id = u128::from_be_bytes(served.info.id.bytes());
-            let mut row =
-                DeviceRow { id_high: (id >> 64) as u64, id_low: id as u64, total: served.info.total_bytes, limit: served.limit, ..DeviceRow::default() };
+            let mut row = DeviceRow {
+                id_high: (id >> 64) as u64,
+                id_low: id as u64,
+                total: served.info.total_bytes,
+                limit: served.limit,
+                ..DeviceRow::default()
+            };
             row.name = super::rows::name(&served.info.name);
             Device { served, row, shares: [GrantRow::default(); MAX_CLIENTS] }
         };
@@ -165,7 +168,9 @@ impl Estate {
         let Some(window) = self.windows.get(&window) else { return Vec::new() };
         let end = offset.saturating_add(bytes.max(1));
         let before = window.taken.range(..end).rev().map(|(_, epoch)| *epoch);
-        before.take_while(|epoch| self.chunks.get(epoch).is_some_and(|holding| holding.chunk.offset + holding.chunk.bytes > offset)).collect()
+        before
+            .take_while(|epoch| self.chunks.get(epoch).is_some_and(|holding| holding.chunk.offset + holding.chunk.bytes > offset))
+            .collect()
     }
 
     /// Whether a client may have so many bytes more now.
@@ -287,7 +292,8 @@ impl Estate {
     /// The same for every chunk that a client maps. True where any is free by that.
     pub(super) fn drop_importer_everywhere(&mut self, slot: u32) -> bool {
         let mapped: Vec<u64> = self.chunks.values().filter(|holding| holding.importers & 1 << slot != 0).map(|h| h.chunk.epoch).collect();
-        mapped.into_iter().fold(false, |freed, epoch| self.drop_importer(epoch, slot) || freed)
+        let freed = mapped.into_iter().filter(|epoch| self.drop_importer(*epoch, slot)).count();
+        freed > 0
     }
 
     fn turn(&mut self, epoch: u64, fate: Fate) {

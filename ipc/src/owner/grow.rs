@@ -36,7 +36,7 @@ impl Owner {
             return self.refuse(slot, call_id, Reason::InvalidArgument, message);
         };
         let unit = books.served.info.granularity;
-        if bytes == 0 || bytes % unit != 0 {
+        if bytes == 0 || !bytes.is_multiple_of(unit) {
             let message = format!("{bytes} bytes: expected a multiple of the device's granularity, {unit} bytes");
             return self.refuse(slot, call_id, Reason::InvalidArgument, message);
         }
@@ -48,16 +48,8 @@ impl Owner {
         }
         let bound = Duration::from_millis(self.config.trim_timeout_ms);
         let now = Instant::now();
-        let pending = Pending {
-            slot,
-            call_id,
-            bytes,
-            deadline: now + bound,
-            widen: Some(now + bound / 2),
-            asked: 0,
-            awaited: 0,
-            promised: false,
-        };
+        let pending =
+            Pending { slot, call_id, bytes, deadline: now + bound, widen: Some(now + bound / 2), asked: 0, awaited: 0, promised: false };
         if let Some(client) = self.client_mut(slot) {
             client.calls_kept += 1;
         }
@@ -99,7 +91,8 @@ impl Owner {
                 continue;
             }
             let slot = pending.slot;
-            let Some(window) = self.client(slot).and_then(|client| client.windows.get(device as usize)).copied() else { continue };
+            let present = self.client(slot).filter(|client| client.is_present());
+            let Some(window) = present.and_then(|client| client.windows.get(device as usize)).copied() else { continue };
             match self.estate.grow(slot, window, device, pending.bytes) {
                 Ok(epochs) => self.granted(&pending, epochs),
                 Err(denial) => {
@@ -123,22 +116,31 @@ impl Owner {
     }
 
     fn granted(&mut self, pending: &Pending, epochs: Vec<u64>) {
-        self.call_over(pending.slot);
-        self.send_chunks(pending.slot, pending.call_id, &epochs);
+        let (slot, call_id) = (pending.slot, pending.call_id);
+        self.call_over(slot);
+        if !self.send_chunks(slot, call_id, &epochs) {
+            // Its client never learned of them.
+            self.give_back(&epochs.into_iter().collect());
+        }
     }
 
-    /// Answers with chunks; as many descriptors go along as one frame may carry.
-    pub(super) fn send_chunks(&mut self, slot: u32, call_id: u64, epochs: &[u64]) {
+    /// Answers with chunks, and notes who has their descriptors; as many as one frame may carry go along. False: there were
+    /// none left to send.
+    pub(super) fn send_chunks(&mut self, slot: u32, call_id: u64, epochs: &[u64]) -> bool {
         let holdings: Vec<_> = epochs.iter().filter_map(|epoch| self.estate.holding(*epoch)).collect();
         let chunks = holdings.iter().map(|holding| holding.chunk).collect();
         match Self::duplicates(holdings.iter().take(MAX_FDS).map(|holding| &holding.fd)) {
-            Ok(fds) => self.answer(slot, call_id, Answer::Granted { chunks }, fds),
+            Ok(fds) => {
+                for epoch in epochs {
+                    self.estate.note_importer(*epoch, slot);
+                }
+                self.answer(slot, call_id, Answer::Granted { chunks }, fds);
+                true
+            }
             Err(error) => {
-                // A grown chunk goes back: its client never learned of it.
-                let own: Vec<u64> = holdings.iter().filter(|h| h.slot == slot && h.importers == 0).map(|h| h.chunk.epoch).collect();
                 tracing::warn!(client = slot, %error, "no descriptors left");
                 self.refuse(slot, call_id, Reason::Internal, format!("the owner has no descriptors left: {error}"));
-                own.into_iter().for_each(|epoch| drop(self.estate.give_back(epoch)));
+                false
             }
         }
     }
@@ -148,7 +150,7 @@ impl Owner {
         let short = match denial {
             Denial::Arena(short) => *short,
             Denial::Driver(_) => pending.bytes,
-            Denial::Client(_) | Denial::Window | Denial::System(_) => {
+            Denial::Client(_) | Denial::Window => {
                 pending.widen = None;
                 return;
             }
@@ -195,14 +197,15 @@ impl Owner {
         let row = &books.row;
         let share = self.estate.share(pending.slot, device);
         match denial {
-            Denial::System(_) => false,
             Denial::Client(short) => share.retired >= *short,
             Denial::Window => share.retired > 0,
             Denial::Driver(error) if !error.is_out_of_memory() => false,
             Denial::Arena(_) if pending.bytes > row.limit => false,
             Denial::Arena(_) | Denial::Driver(_) => {
                 // Whoever has not answered, and is gone or cut off by now, is waited for no more.
-                let dying = |slot: u32| self.client(slot).is_some_and(|client| !client.is_present()) && self.estate.share(slot, device).reserved > 0;
+                let dying = |slot: u32| {
+                    self.client(slot).is_some_and(|client| !client.is_present()) && self.estate.share(slot, device).reserved > 0
+                };
                 let awaited = members(pending.awaited).any(|slot| self.client(slot).is_some_and(super::Client::is_present));
                 awaited || pending.promised || row.retired > 0 || row.orphaned > 0 || super::rows::slots().any(dying)
             }
@@ -275,7 +278,6 @@ impl Owner {
                 (Reason::OutOfMemory, message, arena)
             }
             Denial::Driver(error) => (Reason::Internal, format!("{asked} bytes asked on {name}: {error}"), arena),
-            Denial::System(error) => (Reason::Internal, error.clone(), arena),
         };
         let holders = self.holders(device);
         self.answer(slot, pending.call_id, Answer::Refused { reason, message, asked, limit, reserved, holders }, Vec::new());

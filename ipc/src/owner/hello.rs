@@ -42,7 +42,7 @@ impl Owner {
             Err(refused) => {
                 tracing::warn!(pid = who.pid, field = refused.field, "hello refused");
                 let _ = link.send(&FromOwner::Refused { refused }, Vec::new());
-                let _ = link.flush();
+                link.flush();
             }
         }
     }

@@ -2,6 +2,7 @@
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
+use rustix::event::{poll, PollFd, PollFlags, Timespec};
 use rustix::io::Errno;
 use rustix::net::{shutdown, Shutdown};
 use serde::Serialize;
@@ -23,6 +24,7 @@ pub(super) struct Link {
     outbox_limit: usize,
     stalled: bool,
     backlog: bool,
+    muted: bool,
     cut: bool,
 }
 
@@ -50,6 +52,7 @@ impl Link {
             outbox_limit,
             stalled: false,
             backlog: false,
+            muted: false,
             cut: false,
         }
     }
@@ -94,13 +97,13 @@ impl Link {
 
     /// Queues a message. It is sent by [`Link::flush`], at the latest at the end of the owner's turn.
     pub(super) fn send(&mut self, message: &impl Serialize, fds: Vec<OwnedFd>) -> Result<(), Fault> {
-        if self.cut {
+        if self.muted {
             return Ok(());
         }
         self.outbox_fds += fds.len();
         self.outbox.push(&serde_json::to_vec(message).map_err(FrameError::from)?, fds);
         if self.is_full() {
-            self.flush()?;
+            self.flush();
         }
         if self.is_full() {
             return Err(Fault::NeverReads { bytes: self.outbox.bytes(), fds: self.outbox_fds });
@@ -112,40 +115,49 @@ impl Link {
         self.outbox.bytes() > self.outbox_limit || self.outbox_fds > OUTBOX_FDS
     }
 
-    /// Sends what the socket takes.
-    pub(super) fn flush(&mut self) -> Result<(), FrameError> {
+    /// Sends what the socket takes. Where nobody reads any more, nothing is kept for them; what they said is still read.
+    pub(super) fn flush(&mut self) {
         self.stalled = false;
         match self.outbox.flush(self.socket.as_fd()) {
             Ok(()) => {}
             // Too many descriptors on their way for this user: the frame stays, and is tried again later.
             Err(FrameError::System(Errno::TOOMANYREFS | Errno::NOBUFS | Errno::NOMEM)) => self.stalled = true,
-            Err(error) => return Err(error),
+            Err(error) => {
+                tracing::debug!(%error, "not sent");
+                self.mute();
+            }
         }
         if self.outbox.is_empty() {
             self.outbox_fds = 0;
         }
-        Ok(())
+    }
+
+    fn mute(&mut self) {
+        self.muted = true;
+        self.stalled = false;
+        self.outbox = Outbox::default();
+        self.outbox_fds = 0;
     }
 
     /// Whether something waits that a readable or writable socket can move.
     pub(super) fn wants_out(&self) -> bool {
-        !self.cut && !self.outbox.is_empty() && !self.stalled
+        !self.outbox.is_empty() && !self.stalled
     }
 
     /// Whether something waits that only time can move.
     pub(super) fn is_stalled(&self) -> bool {
-        self.stalled && !self.cut
+        self.stalled
     }
 
     pub(super) fn has_unsent(&self) -> bool {
-        !self.cut && !self.outbox.is_empty()
+        !self.outbox.is_empty()
     }
 
     /// Says no more and reads no more. The socket stays, since only its end proves that nobody holds the other one.
     pub(super) fn cut(&mut self) {
         self.cut = true;
         self.backlog = false;
-        self.outbox = Outbox::default();
+        self.mute();
         self.reader = FrameReader::default();
         self.taken = 0;
         let _ = shutdown(&self.socket, Shutdown::Write);
@@ -153,5 +165,12 @@ impl Link {
 
     pub(super) fn is_cut(&self) -> bool {
         self.cut
+    }
+
+    /// Whether nobody holds the other end any more, whatever is still to be read.
+    pub(super) fn has_ended(&self) -> bool {
+        let mut fd = [PollFd::new(&self.socket, PollFlags::empty())];
+        let polled = poll(&mut fd, Some(&Timespec { tv_sec: 0, tv_nsec: 0 }));
+        polled.is_ok() && fd.iter().any(|fd| fd.revents().contains(PollFlags::HUP))
     }
 }

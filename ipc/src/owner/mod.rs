@@ -34,6 +34,24 @@ use rustix::event::{eventfd, EventfdFlags};
 
 pub use config::{Config, DriverChoice, Limit, OwnerError, CHUNK_BYTES, CHUNK_CEILING, PATH_BYTES};
 
+/// Whether the kernel names the process at the other end of a socket by pidfd (Linux 6.5).
+#[must_use]
+pub(crate) fn peer_pidfd_check() -> bool {
+    use rustix::net::{socketpair, AddressFamily, SocketFlags, SocketType};
+    let pair = socketpair(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None);
+    pair.is_ok_and(|(end, _other)| process::peer_pidfd(end.as_fd()).is_some())
+}
+
+/// A pidfd of this process.
+pub(crate) fn own_pidfd() -> Result<OwnedFd, rustix::io::Errno> {
+    process::pidfd_of(std::process::id())
+}
+
+/// Makes an owner's directory and socket, and takes them away again.
+pub(crate) fn try_place() -> Result<std::path::PathBuf, OwnerError> {
+    Place::make(None).map(|(place, _)| place.socket().to_owned())
+}
+
 use crate::control::{Control, MAX_CLIENTS};
 use client::Client;
 use estate::Estate;

@@ -27,9 +27,8 @@ pub(super) fn peer_pidfd(socket: BorrowedFd<'_>) -> Option<OwnedFd> {
     let mut fd: libc::c_int = -1;
     let mut size = size_of::<libc::c_int>() as libc::socklen_t;
     // SAFETY: the socket is open, and the kernel writes at most `size` bytes to `fd`.
-    let result = unsafe {
-        libc::getsockopt(socket.as_raw_fd(), libc::SOL_SOCKET, SO_PEERPIDFD, std::ptr::from_mut(&mut fd).cast(), &mut size)
-    };
+    let result =
+        unsafe { libc::getsockopt(socket.as_raw_fd(), libc::SOL_SOCKET, SO_PEERPIDFD, std::ptr::from_mut(&mut fd).cast(), &mut size) };
     // SAFETY: on success the kernel has installed a new descriptor (close-on-exec), which is ours alone.
     (result == 0 && fd >= 0).then(|| unsafe { OwnedFd::from_raw_fd(fd) })
 }

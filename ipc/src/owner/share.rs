@@ -88,9 +88,6 @@ impl Owner {
             let message = format!("chunk {epoch} is not in window {window} any more: it was given back, or never was there");
             return self.refuse(slot, call_id, Reason::Stale, message);
         }
-        for epoch in epochs {
-            self.estate.note_importer(*epoch, slot);
-        }
         self.send_chunks(slot, call_id, epochs);
     }
 }

@@ -181,17 +181,9 @@ impl Owner {
         rows::write_changes(&self.control, &mut self.estate);
     }
 
-    /// Sends what sockets take. A client that the owner cannot send to is cut off.
+    /// Sends what sockets take.
     pub(super) fn flush_links(&mut self) {
-        for slot in rows::slots() {
-            let Some(client) = self.client_mut(slot).filter(|client| client.is_present() && client.link.has_unsent()) else { continue };
-            if let Err(error) = client.link.flush() {
-                // Its end is seen by the next read, which also takes what it said last.
-                tracing::debug!(client = slot, %error, "not sent");
-                client.link.cut();
-                self.state_changed(slot);
-            }
-        }
-        self.observers.retain(|_, link| link.flush().is_ok());
+        let clients = self.clients.iter_mut().flatten().map(|client| &mut client.link);
+        clients.chain(self.observers.values_mut()).filter(|link| link.has_unsent()).for_each(Link::flush);
     }
 }
