@@ -2,13 +2,16 @@
 #![allow(unsafe_code)] // extern "C"
 
 use std::ffi::c_char;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::ptr::null_mut;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use millpond_ipc::client::{Channel, Client, Error, Located, OnOwnerDeath, Options, Place};
+use millpond_ipc::observer::{ObserveError, Observer};
+use millpond_ipc::owner::{Config, DriverChoice, Inline, Limit};
 use millpond_ipc::wire::Role;
+use parking_lot::Mutex;
 use serde::Deserialize;
 use serde_json::{json, Value};
 
@@ -61,6 +64,17 @@ struct Attach {
     timeout_ms: Option<u64>,
 }
 
+#[derive(Debug, Deserialize)]
+struct Serve {
+    #[serde(default)]
+    driver: Option<String>,
+    /// Bytes, or a share like "80%".
+    #[serde(default)]
+    limit: Option<String>,
+    #[serde(default)]
+    chunk_bytes: Option<u64>,
+}
+
 fn host() -> i32 {
     -1
 }
@@ -71,22 +85,57 @@ enum Op {
     Attach(Box<Attach>),
     Detach,
     Status,
-    Accept { #[serde(default)] timeout_ms: Option<u64> },
-    Connect { #[serde(default)] peer: Option<Value>, #[serde(default)] timeout_ms: Option<u64> },
-    Close { channel: u64 },
-    ChannelFd { channel: u64 },
+    Accept {
+        #[serde(default)]
+        timeout_ms: Option<u64>,
+    },
+    Connect {
+        #[serde(default)]
+        peer: Option<Value>,
+        #[serde(default)]
+        timeout_ms: Option<u64>,
+    },
+    Close {
+        channel: u64,
+    },
+    ChannelFd {
+        channel: u64,
+    },
     Ledger,
-    ReadLedger { socket: String, #[serde(default)] key: Option<String> },
-    ServeInline(Value),
-    Stats { device: i32 },
-    ResetPeakStats { device: i32 },
-    ResetAccumulatedStats { device: i32 },
-    Snapshot { device: i32 },
-    Trim { #[serde(default = "host")] device: i32 },
-    SetFraction { device: i32, fraction: f64 },
-    GetFraction { device: i32 },
+    ReadLedger {
+        socket: String,
+        #[serde(default)]
+        key: Option<String>,
+    },
+    ServeInline(Serve),
+    StopInline,
+    Stats {
+        device: i32,
+    },
+    ResetPeakStats {
+        device: i32,
+    },
+    ResetAccumulatedStats {
+        device: i32,
+    },
+    Snapshot {
+        device: i32,
+    },
+    Trim {
+        #[serde(default = "host")]
+        device: i32,
+    },
+    SetFraction {
+        device: i32,
+        fraction: f64,
+    },
+    GetFraction {
+        device: i32,
+    },
     Counters,
-    Locate { address: u64 },
+    Locate {
+        address: u64,
+    },
     Doctor,
 }
 
@@ -130,11 +179,29 @@ fn run(op: Op) -> Result<Value> {
         }
         Op::ChannelFd { channel } => json!({ "fd": tensor::channel(channel)?.raw_fd() }),
         Op::Ledger => to_value(&state::client()?.ledger())?,
-        Op::ReadLedger { socket, key } => to_value(&millpond_ipc::client::read_ledger(&PathBuf::from(socket), key.as_deref().unwrap_or_default())?)?,
-        Op::ServeInline(settings) => serve_inline(settings)?,
+        Op::ReadLedger { socket, key } => read_ledger(&PathBuf::from(socket), key.as_deref().unwrap_or_default())?,
+        Op::ServeInline(settings) => serve_inline(&settings)?,
+        Op::StopInline => {
+            drop(INLINE.lock().take());
+            json!({})
+        }
         Op::Stats { device } => with_heap(device, |heap| Value::Object(stats::flat(heap)), || json!({}))?,
-        Op::ResetPeakStats { device } => with_heap(device, |heap| { heap.reset_peaks(); json!({}) }, || json!({}))?,
-        Op::ResetAccumulatedStats { device } => with_heap(device, |heap| { heap.reset_accumulated(); json!({}) }, || json!({}))?,
+        Op::ResetPeakStats { device } => with_heap(
+            device,
+            |heap| {
+                heap.reset_peaks();
+                json!({})
+            },
+            || json!({}),
+        )?,
+        Op::ResetAccumulatedStats { device } => with_heap(
+            device,
+            |heap| {
+                heap.reset_accumulated();
+                json!({})
+            },
+            || json!({}),
+        )?,
         Op::Snapshot { device } => with_heap(device, stats::segments, || json!([]))?,
         Op::Trim { device } => with_heap(device, |heap| json!({ "bytes": heap.empty_cache() }), || json!({ "bytes": 0 }))?,
         Op::SetFraction { device, fraction } => {
@@ -145,7 +212,11 @@ fn run(op: Op) -> Result<Value> {
         Op::GetFraction { device } => with_heap(device, |heap| json!({ "fraction": fraction(heap) }), || json!({ "fraction": 1.0 }))?,
         Op::Counters => counters(&*state::client()?),
         Op::Locate { address } => locate(&*state::client()?, address),
-        Op::Doctor => json!({ "checks": millpond_ipc::doctor::checks() }),
+        Op::Doctor => {
+            let owner = state::if_attached().map(|client| client.socket().clone());
+            let key = std::env::var("MILLPOND_KEY").unwrap_or_default();
+            json!({ "checks": millpond_ipc::doctor::examine(owner.as_deref().map(|socket| (socket, key.as_str()))) })
+        }
     })
 }
 
@@ -246,7 +317,38 @@ fn locate(client: &Client, address: u64) -> Value {
     }
 }
 
-fn serve_inline(settings: Value) -> Result<Value> {
-    let owner = millpond_ipc::owner::Inline::start(settings).map_err(|error| ApiError::Client(Error::InvalidArgument(error.to_string())))?;
+/// The owner of this process's own, if it has one.
+static INLINE: Mutex<Option<Inline>> = Mutex::new(None);
+
+fn serve_inline(settings: &Serve) -> Result<Value> {
+    let mut inline = INLINE.lock();
+    if let Some(owner) = &*inline {
+        return Err(ApiError::AlreadyAttached(owner.socket().display().to_string()));
+    }
+    let config = Config {
+        driver: match settings.driver.as_deref() {
+            None | Some("auto") => DriverChoice::Auto,
+            Some("host") => DriverChoice::Host,
+            Some("cuda") => DriverChoice::Cuda,
+            Some(other) => return Err(ApiError::argument(format!("no driver {other:?}: expected auto, host or cuda"))),
+        },
+        limit: match &settings.limit {
+            None => Limit::Percent(100.0),
+            Some(limit) => limit.parse().map_err(ApiError::argument)?,
+        },
+        chunk_bytes: settings.chunk_bytes,
+        ..Config::default()
+    };
+    let owner = inline.insert(Inline::start(config).map_err(|error| ApiError::argument(error.to_string()))?);
     Ok(json!({ "socket": owner.socket().display().to_string(), "key": owner.key() }))
+}
+
+fn read_ledger(socket: &Path, key: &str) -> Result<Value> {
+    let observer = Observer::connect(socket, key, Duration::from_secs(5)).map_err(|error| {
+        ApiError::Client(match error {
+            ObserveError::NoOwner { path, error } => Error::OwnerUnavailable { socket: path.display().to_string(), why: error.to_string() },
+            error => Error::Refused(error.to_string()),
+        })
+    })?;
+    to_value(&observer.ledger())
 }

@@ -53,7 +53,9 @@ impl std::fmt::Display for ApiError {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
             Self::Client(error) => error.fmt(f),
-            Self::NotAttached => write!(f, "this process is not attached to an arena: make a millpond.Arena, or call millpond.attach() in a worker"),
+            Self::NotAttached => {
+                write!(f, "this process is not attached to an arena: make a millpond.Arena, or call millpond.attach() in a worker")
+            }
             Self::AlreadyAttached(to) => write!(f, "this process is attached already, to the arena at {to}: one arena a process"),
         }
     }

@@ -94,7 +94,11 @@ fn claim_process() -> Result<()> {
     // is why this happens once, at attach.
     let before = unsafe {
         let value: *const c_char = libc::getenv(NAME.as_ptr());
-        if value.is_null() { String::new() } else { CStr::from_ptr(value).to_string_lossy().into_owned() }
+        if value.is_null() {
+            String::new()
+        } else {
+            CStr::from_ptr(value).to_string_lossy().into_owned()
+        }
     };
     let other_here = before != mine && before.split(':').next() == Some(&std::process::id().to_string());
     if other_here {

@@ -80,7 +80,11 @@ pub fn keep(channel: Channel) -> u64 {
 /// # Errors
 /// For a number that is none's.
 pub fn channel(number: u64) -> Result<Arc<Channel>> {
-    CHANNELS.lock().get(&number).cloned().ok_or_else(|| ApiError::Client(millpond_ipc::client::Error::Closed("the channel is closed here".to_owned())))
+    CHANNELS
+        .lock()
+        .get(&number)
+        .cloned()
+        .ok_or_else(|| ApiError::Client(millpond_ipc::client::Error::Closed("the channel is closed here".to_owned())))
 }
 
 /// Closes and forgets a channel.

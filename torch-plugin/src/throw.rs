@@ -82,7 +82,12 @@ fn library(name: &CStr, only_loaded: bool) -> *mut c_void {
 
 fn symbol(libraries: &[*mut c_void], name: &CStr) -> *mut c_void {
     // SAFETY: dlsym on handles from dlopen.
-    libraries.iter().filter(|l| !l.is_null()).map(|l| unsafe { libc::dlsym(*l, name.as_ptr()) }).find(|s| !s.is_null()).unwrap_or(null_mut())
+    libraries
+        .iter()
+        .filter(|l| !l.is_null())
+        .map(|l| unsafe { libc::dlsym(*l, name.as_ptr()) })
+        .find(|s| !s.is_null())
+        .unwrap_or(null_mut())
 }
 
 fn standard() -> Option<&'static Std> {
@@ -94,10 +99,16 @@ fn standard() -> Option<&'static Std> {
             // SAFETY: the types are those of the Itanium C++ ABI and of libstdc++ for these mangled names.
             unsafe {
                 Some(Std {
-                    allocate: transmute::<*mut c_void, unsafe extern "C-unwind" fn(usize) -> *mut c_void>(find(c"__cxa_allocate_exception")?),
-                    throw: transmute::<*mut c_void, unsafe extern "C-unwind" fn(*mut c_void, *const c_void, Option<Destroy>) -> !>(find(c"__cxa_throw")?),
+                    allocate: transmute::<*mut c_void, unsafe extern "C-unwind" fn(usize) -> *mut c_void>(find(
+                        c"__cxa_allocate_exception",
+                    )?),
+                    throw: transmute::<*mut c_void, unsafe extern "C-unwind" fn(*mut c_void, *const c_void, Option<Destroy>) -> !>(find(
+                        c"__cxa_throw",
+                    )?),
                     new: transmute::<*mut c_void, unsafe extern "C-unwind" fn(usize) -> *mut c_void>(find(c"_Znwm")?),
-                    construct: transmute::<*mut c_void, unsafe extern "C-unwind" fn(*mut c_void, *const c_char)>(find(c"_ZNSt13runtime_errorC1EPKc")?),
+                    construct: transmute::<*mut c_void, unsafe extern "C-unwind" fn(*mut c_void, *const c_char)>(find(
+                        c"_ZNSt13runtime_errorC1EPKc",
+                    )?),
                     destroy: transmute::<*mut c_void, Destroy>(find(c"_ZNSt13runtime_errorD1Ev")?),
                     typeinfo: find(c"_ZTISt13runtime_error")?,
                 })

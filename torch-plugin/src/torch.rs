@@ -29,7 +29,8 @@ fn allocate(size: usize, device: c_int, stream: *mut c_void) -> Result<*mut c_vo
             Err(error) => Err((Kind::Runtime, error.to_string())),
         }
     };
-    catch_unwind(AssertUnwindSafe(body)).unwrap_or_else(|panic| Err((Kind::Runtime, format!("a bug in millpond: {}", panic_text(panic.as_ref())))))
+    catch_unwind(AssertUnwindSafe(body))
+        .unwrap_or_else(|panic| Err((Kind::Runtime, format!("a bug in millpond: {}", panic_text(panic.as_ref())))))
 }
 
 /// torch's malloc under full replacement. Throws `torch.OutOfMemoryError` (C++), since torch takes a null pointer for a good

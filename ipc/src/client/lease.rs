@@ -191,7 +191,7 @@ impl Leases {
 }
 
 /// Whether a hold's DONE is reached; a dead client's never will be, but nothing of it runs any more.
-pub(crate) fn done_reached(control: &Control, hold: &Hold) -> bool {
+fn done_reached(control: &Control, hold: &Hold) -> bool {
     match hold.done() {
         None => true,
         Some((timeline, value)) => control.timeline(timeline).is_none_or(|word| word.reached(value) != Reached::No),

@@ -14,8 +14,6 @@ pub use error::Error;
 pub use lease::HoldRef;
 pub use transfer::{Incoming, Message, Outgoing, ReceiveOptions};
 
-pub(crate) use lease::done_reached;
-
 use std::collections::HashMap;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -345,7 +343,7 @@ impl Client {
     /// The ledger, from shared memory, without the owner's help.
     #[must_use]
     pub fn ledger(&self) -> Ledger {
-        Ledger::read(&self.shared.control)
+        Ledger::read(&self.shared.control, tend::now_ms())
     }
 
     /// How many blocks of this client others hold, after a look whether they still do.

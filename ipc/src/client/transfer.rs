@@ -538,7 +538,9 @@ impl Client {
     pub fn record_anywhere(&self, addr: Addr, stream: Stream) -> Result<(), Error> {
         for opened in self.devices.iter().filter_map(Device::if_open) {
             match opened.locate(addr) {
-                Some((window, _)) if window == opened.window && !self.imports.holds_own(addr) => drop(opened.heap.record_stream(addr, stream)?),
+                Some((window, _)) if window == opened.window && !self.imports.holds_own(addr) => {
+                    drop(opened.heap.record_stream(addr, stream)?)
+                }
                 Some(_) => drop(self.imports.record_stream(addr, opened.driver.stream_id(stream)?)),
                 None => {}
             }
@@ -551,7 +553,12 @@ impl Client {
     /// # Errors
     /// [`Error::InvalidArgument`] for an address that is no live block.
     pub fn free(&self, addr: Addr) -> Result<(), Error> {
-        let heap = self.devices.iter().filter_map(Device::if_open).map(|opened| opened.heap.clone()).find(|h| h.window().offset_of(addr).is_some());
+        let heap = self
+            .devices
+            .iter()
+            .filter_map(Device::if_open)
+            .map(|opened| opened.heap.clone())
+            .find(|h| h.window().offset_of(addr).is_some());
         heap.ok_or_else(|| Error::InvalidArgument(format!("{addr:#x} lies in no window of this process")))?.free(addr).map_err(Error::from)
     }
 
