@@ -126,7 +126,7 @@ def _ordinal(device_id):
 def _scalar(decoder, node):
     import numpy as np
 
-    return np.frombuffer(base64.b64decode(node[2]), _dtypes.to_numpy(node[1]))[0]
+    return np.frombuffer(base64.b64decode(node[2], validate=True), _dtypes.to_numpy(node[1]))[0]
 
 
 _TAGS = {
@@ -138,8 +138,8 @@ _TAGS = {
     "i": lambda d, node: int(node[1], 16),
     "c": lambda d, node: complex(node[1], node[2]),
     "s": _scalar,
-    "b": lambda d, node: base64.b64decode(node[1]),
-    "a": lambda d, node: bytearray(base64.b64decode(node[1])),
-    "m": lambda d, node: memoryview(base64.b64decode(node[1])),
+    "b": lambda d, node: base64.b64decode(node[1], validate=True),
+    "a": lambda d, node: bytearray(base64.b64decode(node[1], validate=True)),
+    "m": lambda d, node: memoryview(base64.b64decode(node[1], validate=True)),
     "o": lambda d, node: _types.restore(node[1], node[2], node[3]),
 }

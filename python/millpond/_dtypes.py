@@ -76,7 +76,7 @@ def parse(dtype):
         return BY_NAME[of_torch(dtype)]
     elif dtype is bool or dtype is int or dtype is float or dtype is complex:
         return BY_NAME[{bool: "bool", int: "int64", float: "float64", complex: "complex128"}[dtype]]
-    if not isinstance(dtype, str) or dtype[:1] in "<>|=":
+    if dtype is not None and (not isinstance(dtype, str) or dtype[:1] in tuple("<>|=")):
         np = sys.modules.get("numpy")
         if np is not None:
             try:

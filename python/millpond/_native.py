@@ -219,7 +219,8 @@ def allocate(device, nbytes, stream):
 
 def deallocate(address):
     """Gives a block back. Quiet: it is called by finalisers."""
-    library().deallocate(address)
+    if _loaded is not None:
+        _loaded.deallocate(address)
 
 
 def import_open(handle, stream, flags):
@@ -238,7 +239,8 @@ def import_ready(handle, timeout_ms):
 
 def import_release(handle):
     """Ends an import. Quiet: it is called by finalisers."""
-    library().import_release(handle)
+    if _loaded is not None:
+        _loaded.import_release(handle)
 
 
 def record_stream(address, stream):
