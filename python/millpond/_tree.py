@@ -327,6 +327,8 @@ def _torch(e, tensor, depth):
     kind = type(tensor)
     if kind is not torch.Tensor and kind is not torch.nn.Parameter:
         tensor = _plain_tensor(torch, tensor)
+    if tensor.is_nested:
+        raise _No("a nested tensor: send its parts")
     if tensor.layout is not torch.strided:
         raise _No(f"a tensor of layout {tensor.layout}: send its parts (indices and values)")
     if tensor.is_quantized:
@@ -357,8 +359,6 @@ def _torch(e, tensor, depth):
 
 
 def _plain_tensor(torch, tensor):
-    if tensor.is_nested:
-        raise _No("a nested tensor: send its parts")
     wrapper = getattr(torch.utils, "_python_dispatch", None)
     wrapper = getattr(wrapper, "is_traceable_wrapper_subclass", None)
     if hasattr(tensor, "__tensor_flatten__") or (wrapper is not None and wrapper(tensor)):
