@@ -11,7 +11,7 @@
     millpond.torch.install()                             # torch's CUDA allocator is ours from here on
     conn = millpond.connection(); job = conn.recv()
 """
-from . import _native
+from . import _native, _ref, _session
 from ._calls import cancelled, check_cancelled
 from ._ref import Ref
 from ._session import attach, connection, detach
@@ -41,6 +41,11 @@ from .errors import (
 )
 
 __version__ = "0.1.0"
+
+
+def empty(shape, dtype="float32", device=None, kind=None):
+    """A value in this process's own arena memory, unset; for workers and parents alike: see `Arena.empty`."""
+    return _ref.empty(shape, dtype, _session.device_ordinal(device), kind)
 
 
 def ledger():

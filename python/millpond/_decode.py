@@ -11,11 +11,11 @@ class Received:
 
     __slots__ = ("header", "body", "memories", "sender")
 
-    def __init__(self, text, tensors, sender, streams, waited):
+    def __init__(self, text, tensors, sender):
         self.header, self.body = _split(text)
         self.sender = sender
         self.memories = [
-            _memory.Memory(handle, 0, address, nbytes, device, flags, streams[device] if 0 <= device < len(streams) else 0, waited)
+            _memory.Memory(handle, _native.KIND_IMPORT, address, nbytes, device, flags)
             for address, nbytes, _, handle, device, flags in tensors
         ]
 

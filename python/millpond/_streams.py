@@ -31,16 +31,6 @@ def current(device):
     return _raw(torch, device) if torch is not None else 0
 
 
-def current_all():
-    """This thread's stream on each GPU; empty without torch or without its CUDA context."""
-    if not _session_gpus:
-        return ()
-    torch = torch_cuda()
-    if torch is None:
-        return ()
-    return tuple(_raw(torch, i) for i in range(_session_gpus))
-
-
 def _raw(torch, device):
     get = getattr(torch._C, "_cuda_getCurrentRawStream", None)
     return get(device) if get is not None else torch.cuda.current_stream(device).cuda_stream

@@ -8,7 +8,7 @@ import select
 import threading
 import time
 
-from . import _calls, _decode, _native, _streams, _tree, errors
+from . import _calls, _decode, _native, _tree, errors
 
 Peer = collections.namedtuple("Peer", "client name pid")
 Sent = collections.namedtuple("Sent", "tensors copies copied_bytes")
@@ -54,20 +54,17 @@ class Channel(_calls.Calls):
         the tensors read-only. Says what was copied."""
         return self._transmit(["m"], value, timeout, readonly)
 
-    def recv(self, timeout=None, wait=None, lazy=None):
+    def recv(self, timeout=None, wait=False, lazy=False):
         """The next value: numpy arrays and torch tensors as they were sent. `lazy=True`: every tensor is a `Ref`, nothing is
         mapped. `wait=True`: returns when all the data is ready (values in host memory always are); else GPU values are
         ordered on this thread's current stream. `Timeout`, `Closed`, `PeerDied`."""
-        message = self._wait(self._next_value, timeout, lazy)
+        message = self._wait(self._next_value, timeout)
         if wait:
             for memory in message.memories:
                 if not memory.is_ready:
                     _native.in_slices(lambda ms, m=memory: _native.import_ready(m.handle, ms), timeout)
                     memory.is_ready = True
-        elif wait is False:
-            for memory in message.memories:
-                memory.is_ready = True
-        return message.decode(bool(lazy))
+        return message.decode(lazy)
 
     def close(self):
         """Ends the channel, at both ends. Threads that wait on it get `Closed`."""
@@ -102,7 +99,7 @@ class Channel(_calls.Calls):
         self._serve_one_locked()
         return self._inbox.popleft() if self._inbox else None
 
-    def _wait(self, found, timeout, lazy=None):
+    def _wait(self, found, timeout):
         """Waits until `found()`, called with the state locked, gives something; reads messages meanwhile if nobody else does."""
         end = None if timeout is None else time.monotonic() + timeout
         with self._state:
@@ -121,7 +118,7 @@ class Channel(_calls.Calls):
                 self._state.release()
                 message = failure = None
                 try:
-                    message = _native.in_slices(lambda ms: self._receive(ms, lazy), left)
+                    message = _native.in_slices(self._receive, left)
                 except BaseException as e:
                     failure = e
                 finally:
@@ -138,17 +135,11 @@ class Channel(_calls.Calls):
                 if message is not None:
                     self._dispatch(message)
 
-    def _receive(self, ms, lazy):
-        streams = _streams.current_all()
-        waited = False
-        if lazy or (_streams.gpus() and not streams):
-            flags = _native.LAZY
-        elif _streams.gpus():
-            flags = 0
-        else:
-            flags, waited = _native.WAIT, True
-        text, tensors, sender = _native.receive(self._handle, ms, flags, streams)
-        message = _decode.Received(text, tensors, sender, streams, waited)
+    def _receive(self, ms):
+        # Nothing is mapped or waited for here: a wait for READY under this call's time limit could lose the message, and the
+        # thread that will use the values, with its streams, may be another.
+        text, tensors, sender = _native.receive(self._handle, ms, _native.LAZY, ())
+        message = _decode.Received(text, tensors, sender)
         if message.header[0] == "l":
             _calls.emit_log(message.decode())  # here, where no lock is held: handlers may do anything
             return None
@@ -163,7 +154,7 @@ class Channel(_calls.Calls):
         try:
             while True:
                 try:
-                    message = self._receive(0, None)
+                    message = self._receive(0)
                 except errors.Timeout:
                     return
                 if message is not None:

@@ -239,7 +239,7 @@ def test_a_malformed_value_is_a_named_error_and_lets_go(fake, pair, text):
 @pytest.mark.parametrize("text", ["", "{}", "[1]", "[[]]", "[{},1]", "nonsense", '[["m"]', '[["m"] ,1]', '["m",1]'])
 def test_a_message_that_is_not_ours_is_refused(text):
     with pytest.raises(millpond.Protocol, match="not ours"):
-        _decode.Received(text, [], 0, (), True)
+        _decode.Received(text, [], 0)
 
 
 def test_unknown_dtype_is_named(fake, pair):
@@ -250,7 +250,7 @@ def test_unknown_dtype_is_named(fake, pair):
 
 def test_a_message_that_is_dropped_undecoded_lets_its_imports_go(fake, pair):
     pair[0].send(b"x" * 5000)
-    message = pair[1]._receive(100, None)
+    message = pair[1]._receive(100)
     assert fake.live == 1
     del message
     gc.collect()
