@@ -60,7 +60,9 @@ def fingerprint_large(torch, t):
 def describe(torch, value):
     if isinstance(value, dict):
         return {k: describe(torch, v) for k, v in value.items()}
-    return [str(value.dtype), list(value.shape), list(value.stride()), fingerprint(torch, value), value.device.type]
+    # The stride of a size of 1 means nothing, and DLPack does not keep it.
+    strides = [1 if n <= 1 else s for n, s in zip(value.shape, value.stride())]
+    return [str(value.dtype), list(value.shape), strides, fingerprint(torch, value), value.device.type]
 
 
 @worker
