@@ -1,0 +1,13 @@
+//! The owner, spoken to in raw frames: what a hostile, a dying or an honest client sees of it.
+
+mod channels;
+mod deaths;
+mod golden;
+mod hello;
+mod hostile;
+mod memory;
+mod pressure;
+#[cfg(feature = "cli")]
+mod program;
+mod puppet;
+mod raw;
