@@ -6,5 +6,7 @@
 #![deny(unsafe_code)]
 
 pub mod driver;
+pub mod heap;
 pub mod timeline;
 pub mod tlsf;
+pub mod window;

@@ -12,7 +12,7 @@ use millpond_allocator::driver::DeviceId;
 const CHILD: &str = "MILLPOND_CONFORMANCE_CHILD";
 
 fn platform() -> HostPlatform {
-    HostPlatform::new(HostConfig { devices: 2, total_bytes: Some(1 << 30), ..HostConfig::default() })
+    HostPlatform::new(HostConfig { devices: 2, total_bytes: Some(1 << 30), connections: Some(8), ..HostConfig::default() })
 }
 
 #[test]

@@ -1,6 +1,8 @@
-//! millpond between processes: the [`wire`], the [`control`] memory that all share, the owner and the client.
+//! millpond between processes: the [`wire`], the [`control`] memory that all share, the [`owner`] and the [`client`]; the
+//! [`ledger`], which an [`observer`] reads without either's help.
 #![deny(unsafe_code)]
 
+pub mod client;
 pub mod control;
 pub mod doctor;
 pub mod ledger;

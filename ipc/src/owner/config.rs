@@ -36,6 +36,36 @@ pub enum Limit {
     Percent(f64),
 }
 
+/// A number of bytes as people write it: with or without K, M, G or T (powers of 1024; KiB, MB … mean the same).
+///
+/// # Errors
+/// A sentence for the one who wrote it.
+pub fn parse_bytes(text: &str) -> Result<u64, String> {
+    let error = || format!("{text:?} is no size: expected bytes, with or without K, M, G or T");
+    let lower = text.trim().to_ascii_lowercase();
+    let digits = lower.trim_end_matches(|c: char| c.is_ascii_alphabetic());
+    let shift = match lower.get(digits.len()..).unwrap_or_default() {
+        "" | "b" => 0,
+        "k" | "kb" | "kib" => 10,
+        "m" | "mb" | "mib" => 20,
+        "g" | "gb" | "gib" => 30,
+        "t" | "tb" | "tib" => 40,
+        _ => return Err(error()),
+    };
+    digits.trim().parse::<u64>().ok().and_then(|n| n.checked_mul(1 << shift)).ok_or_else(error)
+}
+
+impl std::str::FromStr for Limit {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text.trim().strip_suffix('%') {
+            None => parse_bytes(text).map(Self::Bytes),
+            Some(share) => share.trim().parse().map(Self::Percent).map_err(|_| format!("{text:?} is no share: expected 80%, say")),
+        }
+    }
+}
+
 /// What an owner is told.
 #[derive(Debug, Clone)]
 pub struct Config {

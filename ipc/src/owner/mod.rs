@@ -16,6 +16,7 @@ mod devices;
 mod estate;
 mod grow;
 mod hello;
+mod inline;
 mod link;
 mod liveness;
 mod place;
@@ -32,7 +33,8 @@ use std::time::{Duration, Instant};
 
 use rustix::event::{eventfd, EventfdFlags};
 
-pub use config::{Config, DriverChoice, Limit, OwnerError, CHUNK_BYTES, CHUNK_CEILING, PATH_BYTES};
+pub use config::{parse_bytes, Config, DriverChoice, Limit, OwnerError, CHUNK_BYTES, CHUNK_CEILING, PATH_BYTES};
+pub use inline::Inline;
 
 /// Whether the kernel names the process at the other end of a socket by pidfd (Linux 6.5).
 #[must_use]

@@ -133,9 +133,12 @@ fn context_event(driver: &Arc<dyn Driver>) -> Outcome {
     }
     lab.destroy_stream(destroyed)?;
     ok(driver.event_record_context(event))?;
-    for n in 0..3 {
-        pending(&lab, event)?;
+    pending(&lab, event)?;
+    for (n, stream) in [one, two].into_iter().enumerate() {
         words.store(n, 1);
+        lab.drain(stream)?;
+        pending(&lab, event)?;
     }
+    words.store(2, 1);
     done(&lab, event)
 }

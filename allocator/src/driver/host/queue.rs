@@ -81,9 +81,12 @@ impl Queue {
         self.engine.memory.space.is_forked()
     }
 
-    /// Queues work.
+    /// Queues work. Refused where another thread has just destroyed the stream.
     pub(super) fn push(self: &Arc<Self>, op: Op) -> Result<(), CuResult> {
         let mut state = self.state.lock();
+        if state.closed {
+            return Err(CuResult::INVALID_HANDLE);
+        }
         if state.thread.is_none() {
             let queue = Arc::clone(self);
             let name = format!("millpond-{}", self.id.0);

@@ -5,7 +5,7 @@ use std::process::ExitCode;
 
 use clap::{Args, ValueEnum};
 use millpond_allocator::driver::DeviceId;
-use millpond_ipc::owner::{Config, DriverChoice, Ended, Limit, Owner};
+use millpond_ipc::owner::{parse_bytes as bytes, Config, DriverChoice, Ended, Limit, Owner};
 use rustix::process::{getrlimit, setrlimit, Resource, Rlimit};
 
 use crate::ready::Ready;
@@ -74,27 +74,8 @@ pub(crate) struct Serve {
     trim_timeout_ms: u64,
 }
 
-/// Bytes with or without K, M, G or T (powers of 1024; KiB, MB … mean the same).
-fn bytes(text: &str) -> Result<u64, String> {
-    let error = || format!("{text:?} is no size: expected bytes, with or without K, M, G or T");
-    let lower = text.trim().to_ascii_lowercase();
-    let digits = lower.trim_end_matches(|c: char| c.is_ascii_alphabetic());
-    let shift = match lower.get(digits.len()..).unwrap_or_default() {
-        "" | "b" => 0,
-        "k" | "kb" | "kib" => 10,
-        "m" | "mb" | "mib" => 20,
-        "g" | "gb" | "gib" => 30,
-        "t" | "tb" | "tib" => 40,
-        _ => return Err(error()),
-    };
-    digits.trim().parse::<u64>().ok().and_then(|n| n.checked_mul(1 << shift)).ok_or_else(error)
-}
-
 fn limit(text: &str) -> Result<Limit, String> {
-    match text.trim().strip_suffix('%') {
-        None => bytes(text).map(Limit::Bytes),
-        Some(share) => share.trim().parse().map(Limit::Percent).map_err(|_| format!("{text:?} is no share: expected 80%, say")),
-    }
+    text.parse()
 }
 
 impl Serve {

@@ -1,0 +1,76 @@
+"""millpond: one arena of GPU memory for many processes.
+
+    import millpond                                      # parent
+    arena = millpond.Arena(limit="80%")
+    worker = subprocess.Popen([...], env=arena.worker_env("denoiser"))
+    conn = arena.accept(timeout=30)
+    conn.send({"latent": t, "steps": 20}); out = conn.recv(timeout=60)
+
+    import millpond                                      # worker
+    millpond.attach()
+    millpond.torch.install()                             # torch's CUDA allocator is ours from here on
+    conn = millpond.connection(); job = conn.recv()
+"""
+from . import _native, _ref, _session
+from ._calls import cancelled, check_cancelled
+from ._ref import Ref
+from ._session import attach, connection, detach
+from ._types import register
+from .arena import Arena, record_stream, wait_done
+from .channel import Channel, Peer, Sent, wait_any
+from .errors import (
+    AlreadyAttached,
+    Cancelled,
+    CannotCross,
+    Closed,
+    DriverUnavailable,
+    Error,
+    Forked,
+    InvalidArgument,
+    NotAttached,
+    OutOfMemory,
+    OwnerDied,
+    OwnerUnavailable,
+    PeerDied,
+    Protocol,
+    Refused,
+    RemoteError,
+    Stale,
+    Timeout,
+    Unsupported,
+)
+
+__version__ = "0.1.0"
+
+
+def empty(shape, dtype="float32", device=None, kind=None):
+    """A value in this process's own arena memory, unset; for workers and parents alike: see `Arena.empty`."""
+    return _ref.empty(shape, dtype, _session.device_ordinal(device), kind)
+
+
+def ledger():
+    """Who holds how much, by device and client; for an attached process."""
+    return _native.control("ledger")
+
+
+def read_ledger(socket, key=None):
+    """The ledger of an owner, without attaching to it."""
+    return _native.control("read_ledger", socket=socket, key=key)
+
+
+def status():
+    """Where this process stands: attached or not, devices, whether the owner is alive."""
+    return _native.control("status")
+
+
+def counters():
+    """Messages, socket bytes, copied bytes and tensors so far."""
+    return _native.control("counters")
+
+
+def __getattr__(name):
+    if name == "torch":  # imports torch: only on demand
+        import importlib
+
+        return importlib.import_module("millpond.torch")
+    raise AttributeError(f"module 'millpond' has no attribute {name!r}")

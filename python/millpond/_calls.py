@@ -1,0 +1,324 @@
+"""Calls over a channel: `call`, `serve`, replies in any order, callbacks in mid-call, cancel, forwarded log records.
+
+Headers on the wire, each before the value it belongs to:
+
+    ["m"]                          a plain message
+    ["c", id, name, parent|null]   a call; parent: the caller's own call that it is made in
+    ["r", id]  ["e", id]           its reply; its error ({type, code, message, traceback})
+    ["x", id]                      cancel
+    ["l"]                          a log record
+"""
+import collections
+import itertools
+import logging
+import threading
+import time
+import traceback
+
+from . import errors
+
+_here = threading.local()
+_RESULT = "$result"
+
+
+class _Pending:
+    """A call of ours that waits for its reply."""
+
+    __slots__ = ("reply", "callbacks", "kept")
+
+    def __init__(self):
+        self.reply = None
+        self.callbacks = collections.deque()
+        self.kept = []  # results made here for the other side, until the call ends
+
+
+class _Running:
+    """A call of theirs that runs here."""
+
+    __slots__ = ("channel", "id", "cancelled")
+
+    def __init__(self, channel, id):
+        self.channel, self.id, self.cancelled = channel, id, False
+
+
+def cancelled():
+    """Inside a served function: whether its caller cancelled it or stopped waiting for it."""
+    running = getattr(_here, "running", None)
+    if running is None:
+        return False
+    if not running.cancelled:
+        running.channel._poll()
+    return running.cancelled or running.channel.closed
+
+
+def check_cancelled():
+    """Raises `Cancelled` where `cancelled()` would be true."""
+    if cancelled():
+        raise errors.Cancelled("the caller cancelled this call")
+
+
+class Calls:
+    """The half of `Channel` that makes and serves calls."""
+
+    def _begin_calls(self):
+        self._ids = itertools.count(1)
+        self._pending = {}
+        self._incoming = collections.deque()
+        self._running = {}
+        self._handlers = {}
+        self._serving = 0
+        self._stop = False
+        #: Replies that nobody waited for any more, cancels of calls that are gone.
+        self.dropped = 0
+
+    def call(self, name, *args, timeout=None, **kwargs):
+        """Calls what the other side serves under `name` and gives its result. Its exception comes as `RemoteError`. After
+        `timeout` seconds: `Timeout`, and the other side is told to stop."""
+        return self._call(name, args, kwargs, timeout)
+
+    def _call(self, name, args, kwargs, timeout):
+        running = getattr(_here, "running", None)
+        parent = running.id if running is not None and running.channel is self else None
+        id = next(self._ids)
+        pending = self._pending[id] = _Pending()
+        end = None if timeout is None else time.monotonic() + timeout
+        try:
+            self._transmit(["c", id, name, parent], {"args": list(args), "kwargs": kwargs}, timeout, root="call")
+            while True:
+                left = None if end is None else max(0.0, end - time.monotonic())
+                what, message = self._wait(lambda: self._for_call(pending), left)
+                if what == "call":
+                    self._run(message)
+                    continue
+                value = message.decode()
+                if message.header[0] == "e":
+                    raise _remote_error(name, value)
+                return value
+        except (errors.Timeout, KeyboardInterrupt) as e:
+            self._quietly(["x", id])
+            if isinstance(e, errors.Timeout):
+                raise errors.Timeout(f"the call of {name!r} had no answer within {timeout} s") from None
+            raise
+        finally:
+            with self._state:
+                self._pending.pop(id, None)
+
+    def _for_call(self, pending):
+        if pending.reply is not None:
+            return "reply", pending.reply
+        if pending.callbacks:
+            return "call", pending.callbacks.popleft()
+        if self._incoming and not self._serving:
+            return "call", self._incoming.popleft()
+        return None
+
+    def serve(self, what):
+        """Serves a function to the other side: `@conn.serve`, or `@conn.serve("name")`. It runs when this side waits: in
+        `serve_forever`, or in a `recv` or `call` of its own."""
+        if callable(what):
+            self._handlers[what.__name__] = what
+            return what
+
+        def decorate(function):
+            self._handlers[what] = function
+            return function
+
+        return decorate
+
+    def serve_forever(self, threads=1):
+        """Answers calls until the channel ends or `stop()` is called. With several threads, that many at a time."""
+        helpers = [threading.Thread(target=self._serve_loop, daemon=True, name=f"millpond-serve-{i}") for i in range(1, threads)]
+        for helper in helpers:
+            helper.start()
+        self._serve_loop()
+        for helper in helpers:
+            helper.join()
+
+    def stop(self):
+        """Ends `serve_forever`, after the calls that run."""
+        with self._state:
+            self._stop = True
+            self._state.notify_all()
+
+    def _serve_loop(self):
+        with self._state:
+            self._serving += 1
+        try:
+            while True:
+                message = self._wait(self._for_server, None)
+                if message is True:
+                    return
+                self._run(message)
+        except (errors.Closed, errors.PeerDied, errors.OwnerDied):
+            pass
+        finally:
+            with self._state:
+                self._serving -= 1
+
+    def _for_server(self):
+        if self._stop:
+            return True
+        return self._incoming.popleft() if self._incoming else None
+
+    def _serve_one_locked(self):
+        """Called by a waiting `recv` with the state locked: runs a call that has come, if no other thread serves."""
+        if self._incoming and self._handlers and not self._serving:
+            message = self._incoming.popleft()
+            self._state.release()
+            try:
+                self._run(message)
+            finally:
+                self._state.acquire()
+
+    def result(self, shape, dtype, device=None):
+        """Inside a served function: a value that the caller allocated in its own memory, for this side to fill in place and
+        return."""
+        import sys
+
+        from . import _dtypes
+
+        running = getattr(_here, "running", None)
+        if running is None or running.channel is not self:
+            raise errors.InvalidArgument("conn.result() is for a function that serves a call of this connection")
+        row = _dtypes.parse(dtype)
+        shape = [shape] if isinstance(shape, int) else [int(n) for n in shape]
+        kind = "t" if "torch" in sys.modules or row.numpy is None else "n"
+        return self._call(_RESULT, (shape, row.name, None if device is None else str(device), kind), {}, None)
+
+    def forward_logs(self, logger=None, level=logging.INFO):
+        """Sends the log records of this process to the other side, where the logger of the same name handles them. Gives the
+        handler."""
+        handler = _Forward(self, level)
+        (logger or logging.getLogger()).addHandler(handler)
+        return handler
+
+    # Messages that are not plain values. The state is locked.
+
+    def _dispatch_call(self, message):
+        kind = message.header[0]
+        if kind == "c":
+            _, id, _, parent = message.header
+            self._running[id] = _Running(self, id)
+            pending = self._pending.get(parent)
+            (pending.callbacks if pending is not None else self._incoming).append(message)
+        elif kind in "re":
+            pending = self._pending.get(message.header[1])
+            if pending is None:
+                self.dropped += 1
+            else:
+                pending.reply = message
+        elif kind == "x":
+            running = self._running.get(message.header[1])
+            if running is None:
+                self.dropped += 1
+            else:
+                running.cancelled = True
+        else:
+            raise errors.Protocol(f"received a message of unknown kind {kind!r}")
+
+    def _run(self, message):
+        """Runs one call and answers it."""
+        _, id, name, parent = message.header
+        running = self._running.get(id)
+        outer, _here.running = getattr(_here, "running", None), running
+        try:
+            if running is not None and running.cancelled:
+                raise errors.Cancelled("the caller cancelled this call before it began")
+            content = message.decode()
+            if name == _RESULT:
+                value = self._make_result(parent, *content["args"])
+            else:
+                handler = self._handlers.get(name)
+                if handler is None:
+                    raise errors.InvalidArgument(f"nothing is served as {name!r}; served are {sorted(self._handlers)}")
+                value = handler(*content["args"], **content["kwargs"])
+            content = message = None
+            self._transmit(["r", id], value)
+        except (errors.Closed, errors.PeerDied, errors.OwnerDied):
+            raise
+        except BaseException as e:
+            self._quietly(["e", id], _describe(e))
+            if not isinstance(e, Exception):
+                raise
+        finally:
+            _here.running = outer
+            with self._state:
+                self._running.pop(id, None)
+
+    def _make_result(self, parent, shape, dtype, device, kind):
+        from . import _ref, _session
+
+        ordinal = _session.device_ordinal(device)
+        if kind == "n" and (ordinal >= 0 or not _ref.available("numpy")):
+            kind = "r"
+        if kind == "t" and not _ref.available("torch"):
+            kind = "r"
+        value = _ref.empty(shape, dtype, ordinal, kind)
+        if kind == "r":
+            value._kind = "n" if ordinal < 0 and kind == "n" else "t"
+        with self._state:
+            pending = self._pending.get(parent)
+            if pending is not None:
+                pending.kept.append(value)
+        return value
+
+    def _quietly(self, header, value=None):
+        try:
+            self._transmit(header, value, timeout=5.0)
+        except errors.Error:
+            pass  # the other side is gone; whoever waits learns it by itself
+
+
+def _describe(e):
+    cls = type(e)
+    name = cls.__qualname__ if cls.__module__ in ("builtins", None) else f"{cls.__module__}.{cls.__qualname__}"
+    code = e.code if isinstance(e, errors.Error) else None
+    text = "".join(traceback.format_exception(cls, e, e.__traceback__))
+    return {"type": name, "code": code, "message": str(e), "traceback": text}
+
+
+def _remote_error(name, report):
+    error = errors.RemoteError(f"{name!r} failed with {report.get('type')}: {report.get('message')}")
+    error.type = report.get("type", "")
+    error.remote_code = report.get("code")
+    error.traceback = report.get("traceback", "")
+    if error.remote_code == "Cancelled":
+        cancel = errors.Cancelled(f"the call of {name!r} was cancelled")
+        cancel.__cause__ = error
+        return cancel
+    return error
+
+
+class _Forward(logging.Handler):
+    """Sends records over a channel."""
+
+    def __init__(self, channel, level):
+        super().__init__(level)
+        self._channel = channel
+
+    def emit(self, record):
+        if self._channel.closed:
+            return
+        fields = {
+            "name": record.name,
+            "levelno": record.levelno,
+            "levelname": record.levelname,
+            "msg": record.getMessage(),
+            "created": record.created,
+            "pathname": record.pathname,
+            "lineno": record.lineno,
+            "funcName": record.funcName,
+            "process": record.process,
+            "threadName": record.threadName,
+        }
+        if record.exc_info:
+            fields["exc_text"] = logging.Formatter().formatException(record.exc_info)
+        self._channel._quietly(["l"], fields)
+
+
+def emit_log(fields):
+    """Handles a forwarded record as if it had been made here."""
+    record = logging.makeLogRecord(fields)
+    logger = logging.getLogger(record.name)
+    if logger.isEnabledFor(record.levelno):
+        logger.handle(record)

@@ -1,0 +1,145 @@
+"""Decoding: the text and ranges of a received message become the value again. The tags are those of `_tree`."""
+import base64
+import json
+import sys
+
+from . import _dtypes, _memory, _native, _ref, _streams, _types, errors
+
+
+class Received:
+    """A message as it came. It holds its imports: dropped without being decoded, it lets them go."""
+
+    __slots__ = ("header", "body", "memories", "sender")
+
+    def __init__(self, text, tensors, sender):
+        self.header, self.body = _split(text)
+        self.sender = sender
+        self.memories = [
+            _memory.Memory(handle, _native.KIND_IMPORT, address, nbytes, device, flags)
+            for address, nbytes, _, handle, device, flags in tensors
+        ]
+
+    def decode(self, lazy=False):
+        """The value; with `lazy` every tensor in it is a `Ref`."""
+        memories, self.memories = self.memories, ()
+        if '"$"' not in self.body:
+            return json.loads(self.body)
+        decoder = _Decoder(memories, lazy)
+        try:
+            return json.JSONDecoder(object_hook=decoder.hook).decode(self.body)
+        except errors.Error:
+            raise
+        except RecursionError:
+            raise errors.Protocol("received a value that is nested too deep") from None
+        except (ValueError, TypeError, KeyError, IndexError, AttributeError) as e:
+            raise errors.Protocol(f"received a malformed value: {type(e).__name__}: {e}") from e
+
+
+_scan = json.JSONDecoder().raw_decode
+
+
+def _split(text):
+    """`[header,body]`: the header parsed, the body as text."""
+    try:
+        header, end = _scan(text, 1)
+        if text[0] != "[" or text[end] != "," or text[-1] != "]" or type(header) is not list:
+            raise ValueError("not [header,body]")
+    except (ValueError, IndexError) as e:
+        raise errors.Protocol(f"received a message that is not ours: {e}") from None
+    return header, text[end + 1 : -1]
+
+
+class _Decoder:
+    __slots__ = ("memories", "lazy", "import_torch")
+
+    def __init__(self, memories, lazy):
+        self.memories = memories
+        self.lazy = lazy
+        self.import_torch = "torch" in sys.modules or not _streams.gpus()
+
+    def hook(self, found):
+        node = found.get("$")
+        if node is None:
+            return found
+        return _TAGS[node[0]](self, node)
+
+    def tensor(self, node):
+        _, kind, index, offset, name, shape, strides = node
+        row = _dtypes.BY_NAME.get(name) or _dtypes.lookup(name)
+        shape = tuple(shape)
+        strides = tuple(strides) if strides else None
+        if index < 0:
+            return self.nothing(kind, row, shape, offset)
+        memory = self.memories[index]
+        _memory.check_bounds(memory, offset, row, shape, strides)
+        if kind in "bam":
+            return self.bytes(kind, memory, offset, shape[0])
+        if not self.lazy:
+            if kind == "n":
+                if _ref.available("numpy") and (row.numpy or _ref.available("ml_dtypes")):
+                    return _memory.numpy_view(memory, offset, row, shape, strides)
+            elif kind == "t" and self.torch(memory.device):
+                view = _memory.torch_whole if node[0] == "t" else _memory.torch_view
+                return view(memory, offset, row, shape, strides)
+        return _ref.Ref(memory, offset, row, shape, strides, kind)
+
+    def torch(self, device):
+        """Whether tensors are to be torch's: it is loaded, or it may be imported for host memory."""
+        return "torch" in sys.modules or (device < 0 and self.import_torch and _ref.available("torch"))
+
+    def nothing(self, kind, row, shape, device_id):
+        """A value without bytes; `device_id` is 0 for the CPU."""
+        if 0 not in shape:
+            raise errors.Protocol(f"a tensor of shape {shape} without memory")
+        device = _ordinal(device_id)
+        if not self.lazy and (
+            (kind == "n" and _ref.available("numpy") and (row.numpy or _ref.available("ml_dtypes")))
+            or (kind == "t" and self.torch(device))
+        ):
+            return _ref.empty_value(kind, row, shape, device)
+        return _ref.Ref(_memory.Memory(0, _native.KIND_BLOCK, 0, 0, device), 0, row, shape, None, kind)
+
+    @staticmethod
+    def bytes(kind, memory, offset, nbytes):
+        if kind == "b":
+            return _memory.copy_out(memory, offset, nbytes)
+        if kind == "a":
+            return bytearray(_memory.buffer(memory, offset, nbytes))
+        return _memory.buffer(memory, offset, nbytes)
+
+
+_ordinals = {}
+
+
+def configure(device_ids):
+    """Told by attach: {ordinal: id} of the devices."""
+    _ordinals.clear()
+    _ordinals.update((id, ordinal) for ordinal, id in device_ids.items())
+
+
+def _ordinal(device_id):
+    if device_id == 0:
+        return -1
+    return _ordinals.get(device_id, device_id if isinstance(device_id, int) else 0)
+
+
+def _scalar(decoder, node):
+    import numpy as np
+
+    return np.frombuffer(base64.b64decode(node[2], validate=True), _dtypes.to_numpy(node[1]))[0]
+
+
+_TAGS = {
+    "t": _Decoder.tensor,
+    "v": _Decoder.tensor,
+    "u": lambda d, node: tuple(node[1]),
+    "d": lambda d, node: {key: value for key, value in node[1]},
+    "f": lambda d, node: float(node[1]),
+    "i": lambda d, node: int(node[1], 16),
+    "c": lambda d, node: complex(node[1], node[2]),
+    "s": _scalar,
+    "b": lambda d, node: base64.b64decode(node[1], validate=True),
+    "a": lambda d, node: bytearray(base64.b64decode(node[1], validate=True)),
+    "m": lambda d, node: memoryview(base64.b64decode(node[1], validate=True)),
+    "o": lambda d, node: _types.restore(node[1], node[2], node[3]),
+}

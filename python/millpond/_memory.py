@@ -1,0 +1,187 @@
+"""`Memory`: one import or one block of ours, given back exactly once; and the arrays and tensors that lie over it."""
+import ctypes
+
+from . import _dtypes, _native, _streams, errors
+
+
+class Memory:
+    """A range of arena memory that this process holds: an import (kind 0) or its own block (kind 1)."""
+
+    __slots__ = ("handle", "kind", "address", "nbytes", "device", "flags", "stream", "is_ready", "owned", "_base", "__weakref__")
+
+    def __init__(self, handle, kind, address, nbytes, device, flags=0, stream=0, is_ready=False):
+        self.handle = handle
+        self.kind = kind
+        self.address = address
+        self.nbytes = nbytes
+        self.device = device
+        self.flags = flags
+        self.stream = stream
+        self.is_ready = is_ready
+        self.owned = True
+        self._base = None
+
+    def __del__(self, _native=_native):
+        if self.owned and self.handle:
+            self.owned = False
+            (_native.import_release if self.kind == 0 else _native.deallocate)(self.handle)
+
+    def touch(self):
+        """Mapped, and ordered after READY on this thread's stream (on the CPU for host memory)."""
+        if self.kind == _native.KIND_BLOCK:
+            return self
+        if not self.handle:
+            raise errors.Closed("this value was released")
+        if self.device < 0:
+            if not self.address:
+                self._open(0, _native.WAIT)
+                self.is_ready = True
+            elif not self.is_ready:
+                _native.in_slices(lambda ms: _native.import_ready(self.handle, ms), None)
+                self.is_ready = True
+            return self
+        stream = _streams.current(self.device)
+        if not self.address or stream != self.stream:
+            self._open(stream, 0)
+        return self
+
+    def _open(self, stream, flags):
+        address, nbytes, _, _, device, flags = _native.import_open(self.handle, stream, flags)
+        self.address, self.nbytes, self.device, self.flags, self.stream = address, nbytes, device, flags, stream
+
+    @property
+    def read_only(self):
+        return bool(self.flags & _native.READ_ONLY)
+
+    def torch_base(self):
+        """All of it as a torch tensor of bytes, which owns it from here on; kept for further views."""
+        base = self._base
+        if base is None:
+            base = self._base = _torch_import(self, _dtypes.BY_NAME["uint8"], (self.nbytes,), (1,), 0)
+        return base
+
+
+def block(nbytes, device):
+    """A new block of ours."""
+    address = _native.allocate(device, nbytes, _streams.current(device))
+    return Memory(address, _native.KIND_BLOCK, address, nbytes, device, is_ready=True)
+
+
+class _Holder:
+    """What numpy keeps as the base of an array over our memory."""
+
+    __slots__ = ("memory", "__array_interface__")
+
+    def __init__(self, memory):
+        self.memory = memory
+        self.__array_interface__ = {
+            "shape": (memory.nbytes,),
+            "typestr": "|u1",
+            "data": (memory.address, memory.read_only),
+            "version": 3,
+        }
+
+
+def contiguous_strides(shape):
+    """Strides in elements of a C-contiguous array."""
+    strides, step = [], 1
+    for n in reversed(shape):
+        strides.append(step)
+        step *= n or 1
+    return tuple(reversed(strides))
+
+
+def span(shape, strides):
+    """Elements between the first and one past the last of a strided array (0 if it has none)."""
+    last = 0
+    if strides is None:
+        total = 1
+        for n in shape:
+            total *= n
+        return total
+    for n, s in zip(shape, strides):
+        if n == 0:
+            return 0
+        last += (n - 1) * s
+    return last + 1
+
+
+def check_bounds(memory, offset, row, shape, strides):
+    """Refuses a description that reaches outside of the memory: it came from another process."""
+    if strides is not None and (len(strides) != len(shape) or any(s < 0 for s in strides)):
+        raise errors.Protocol(f"strides {strides} do not fit shape {shape}")
+    if offset < 0 or any(n < 0 for n in shape):
+        raise errors.Protocol(f"a tensor at offset {offset} with shape {shape} is impossible")
+    end = offset + span(shape, strides) * row.itemsize
+    if end > memory.nbytes:
+        raise errors.Protocol(f"a tensor ends at byte {end} of {memory.nbytes}")
+
+
+def numpy_view(memory, offset, row, shape, strides):
+    """A numpy array over (part of) host memory; the array keeps the memory alive."""
+    import numpy as np
+
+    dtype = _dtypes.to_numpy(row.name)
+    if memory.device >= 0:
+        raise errors.Unsupported(f"numpy cannot see the memory of GPU {memory.device}: take the value with .torch()")
+    memory.touch()
+    base = np.asarray(_Holder(memory))
+    if strides is not None:
+        strides = tuple(s * row.itemsize for s in strides)
+    return np.ndarray(shape, dtype, base, offset, strides)
+
+
+def torch_view(memory, offset, row, shape, strides):
+    """A torch tensor over part of the memory. Views of one memory share one storage."""
+    memory.touch()
+    base = memory.torch_base()
+    if row.name == "uint8" and not offset and shape == (memory.nbytes,):
+        return base
+    size = row.itemsize
+    if offset % size:
+        # torch has no tensor at such an address: this one gets memory of its own.
+        base, offset = base[offset:].clone(), 0
+    whole = base[: base.numel() // size * size] if base.numel() % size else base
+    if row.name != "uint8":
+        whole = whole.view(_dtypes.to_torch(row.name))
+    return whole.as_strided(shape, strides if strides is not None else contiguous_strides(shape), offset // size)
+
+
+def torch_whole(memory, offset, row, shape, strides):
+    """A torch tensor that takes the memory over: the fast path where one value is all there is."""
+    memory.touch()
+    strides = strides if strides is not None else contiguous_strides(shape)
+    if (memory.address + offset) % row.itemsize:
+        return torch_view(memory, offset, row, shape, strides)
+    return _torch_import(memory, row, shape, strides, offset)
+
+
+def _torch_import(memory, row, shape, strides, offset):
+    import torch
+
+    if memory.device >= 0 and not torch.cuda.is_initialized():
+        torch.cuda.init()
+    if not memory.owned:
+        raise errors.Closed("this value was already handed over")
+    code, bits = row.dlpack
+    capsule = _native.dlpack_capsule(
+        memory.address + offset, memory.device, code, bits, shape, strides, memory.handle, memory.kind
+    )
+    memory.owned = False  # the capsule has it now, whatever happens below
+    tensor = torch.utils.dlpack.from_dlpack(capsule)
+    return tensor if row.name in _dtypes.NATIVE_DLPACK else tensor.view(_dtypes.to_torch(row.name))
+
+
+def buffer(memory, offset, nbytes):
+    """A writable memoryview over host memory that keeps it alive."""
+    memory.touch()
+    holder = type("_Buffer", (ctypes.c_char * nbytes,), {}).from_address(memory.address + offset)
+    holder.memory = memory
+    view = memoryview(holder).cast("B")
+    return view.toreadonly() if memory.read_only else view
+
+
+def copy_out(memory, offset, nbytes):
+    """Bytes copied out of host memory."""
+    memory.touch()
+    return ctypes.string_at(memory.address + offset, nbytes)

@@ -1,0 +1,271 @@
+"""The seam to the native library: ctypes over include/millpond.h, and nothing else.
+
+Everything else in the package calls the functions of this module; tests replace them here and only here. Functions that may
+block go through `CDLL` (the GIL is released); those that never do go through `PyDLL`, which is cheaper.
+"""
+import ctypes
+import json
+import os
+import struct
+import threading
+import time
+
+from . import errors
+
+ABI_VERSION = 1
+COPIED, READ_ONLY = 1, 2
+LAZY, WAIT = 1, 2
+KIND_IMPORT, KIND_BLOCK = 0, 1
+
+#: millpond_tensor: address, bytes, stream, import_, device, flags.
+TENSOR = struct.Struct("=QQQQiI")
+#: How long the main thread stays in one native wait before Python may handle a signal (Ctrl-C).
+_SLICE_MS = 200
+
+_lock = threading.Lock()
+_loaded = None
+
+
+class _Message(ctypes.Structure):
+    _fields_ = [
+        ("tree", ctypes.c_void_p),
+        ("tree_bytes", ctypes.c_size_t),
+        ("tensors", ctypes.c_void_p),
+        ("count", ctypes.c_size_t),
+        ("sender", ctypes.c_uint64),
+    ]
+
+
+class _DlpackSpec(ctypes.Structure):
+    _fields_ = [
+        ("address", ctypes.c_uint64),
+        ("device_type", ctypes.c_int32),
+        ("device_id", ctypes.c_int32),
+        ("ndim", ctypes.c_int32),
+        ("code", ctypes.c_uint8),
+        ("bits", ctypes.c_uint8),
+        ("lanes", ctypes.c_uint16),
+        ("shape", ctypes.c_void_p),
+        ("strides", ctypes.c_void_p),
+        ("owner", ctypes.c_uint64),
+        ("kind", ctypes.c_uint32),
+    ]
+
+
+_u64, _i64, _u32, _i32 = ctypes.c_uint64, ctypes.c_int64, ctypes.c_uint32, ctypes.c_int32
+_ptr, _size = ctypes.c_void_p, ctypes.c_size_t
+
+# name -> (result, arguments). The allocator's own entry points are only ever handed to torch as addresses.
+_BLOCKING = {
+    "millpond_control": (_ptr, [ctypes.c_char_p]),
+    "millpond_allocate": (_u64, [_i32, _u64, _u64]),
+    "millpond_send": (_i32, [_u64, ctypes.c_char_p, _size, _ptr, _size, _i64]),
+    "millpond_receive": (_i32, [_u64, _i64, _u32, _ptr, _size, ctypes.POINTER(ctypes.POINTER(_Message))]),
+    "millpond_import_open": (_i32, [_u64, _u64, _u32, _ptr]),
+    "millpond_import_ready": (_i32, [_u64, _i64]),
+    "millpond_wait_done": (_i32, [_u64, _u64, _u32, _i64]),
+}
+_QUICK = {
+    "millpond_abi_version": (_u32, []),
+    "millpond_version": (ctypes.c_char_p, []),
+    "millpond_last_error": (ctypes.c_char_p, []),
+    "millpond_string_free": (None, [_ptr]),
+    "millpond_deallocate": (_i32, [_u64]),
+    "millpond_message_free": (None, [ctypes.POINTER(_Message)]),
+    "millpond_import_record_stream": (_i32, [_u64, _u64]),
+    "millpond_import_release": (_i32, [_u64]),
+    "millpond_dlpack": (_ptr, [ctypes.POINTER(_DlpackSpec)]),
+    "millpond_dlpack_init": (None, [_ptr, _ptr]),
+    "millpond_torch_can_throw": (_i32, []),
+}
+
+
+def library_path():
+    """Where the library is: `MILLPOND_LIBRARY`, else beside the package."""
+    path = os.environ.get("MILLPOND_LIBRARY")
+    return path or os.path.join(os.path.dirname(os.path.abspath(__file__)), "libmillpond_torch.so")
+
+
+class _Library:
+    """The loaded library: each function with its types set."""
+
+    def __init__(self, path):
+        self.path = path
+        try:
+            blocking, quick = ctypes.CDLL(path), ctypes.PyDLL(path)
+        except OSError as e:
+            raise errors.Unsupported(
+                f"cannot load the native library: {e}; set MILLPOND_LIBRARY to the path of libmillpond_torch.so"
+            ) from None
+        self.cdll = blocking
+        for dll, table in ((quick, _QUICK), (blocking, _BLOCKING)):
+            for name, (result, arguments) in table.items():
+                try:
+                    function = getattr(dll, name)
+                except AttributeError:
+                    raise errors.Unsupported(f"{path} has no function {name}: it is not this version of millpond") from None
+                function.restype, function.argtypes = result, arguments
+                setattr(self, name[len("millpond_"):], function)
+        version = self.abi_version()
+        if version != ABI_VERSION:
+            raise errors.Unsupported(f"{path} has ABI version {version}, this package needs {ABI_VERSION}")
+        api = ctypes.pythonapi
+        self.dlpack_init(
+            ctypes.cast(api.PyCapsule_IsValid, _ptr).value, ctypes.cast(api.PyCapsule_GetPointer, _ptr).value
+        )
+        self.capsule_destructor = ctypes.cast(quick.millpond_dlpack_capsule_destructor, _ptr)
+        self.capsule_new = ctypes.PYFUNCTYPE(ctypes.py_object, _ptr, ctypes.c_char_p, _ptr)(("PyCapsule_New", api))
+
+    def address_of(self, name):
+        """The address of one of the functions, for torch."""
+        return ctypes.cast(getattr(self.cdll, name), _ptr).value
+
+
+def library():
+    """The library, loaded at the first call."""
+    global _loaded
+    if _loaded is None:
+        with _lock:
+            if _loaded is None:
+                _loaded = _Library(library_path())
+    return _loaded
+
+
+def last_error(what):
+    """This thread's last error as an exception."""
+    text = library().last_error()
+    try:
+        report = json.loads(text) if text else {}
+    except ValueError:
+        report = {"message": text.decode("utf-8", "replace")}
+    code = report.pop("code", "Internal")
+    message = report.pop("message", None) or f"{what} failed and did not say why"
+    return errors.make(code, message, report)
+
+
+def milliseconds(timeout):
+    """A time-out in seconds (None: no limit) as the C API has it."""
+    return -1 if timeout is None else max(0, int(timeout * 1000 + 0.999))
+
+
+def in_slices(step, timeout):
+    """Runs `step(timeout_ms)` until it does not time out. The main thread comes back for signals now and then."""
+    if threading.current_thread() is not threading.main_thread():
+        return step(milliseconds(timeout))
+    end = None if timeout is None else time.monotonic() + timeout
+    while True:
+        left = _SLICE_MS if end is None else milliseconds(max(0.0, end - time.monotonic()))
+        try:
+            return step(min(left, _SLICE_MS))
+        except errors.Timeout:
+            if end is not None and time.monotonic() >= end:
+                raise
+
+
+def control(op, **fields):
+    """One request to the control plane. Fields that are None are left out."""
+    request = {"op": op}
+    request.update((k, v) for k, v in fields.items() if v is not None)
+    lib = library()
+    answer = lib.control(json.dumps(request).encode())
+    if not answer:
+        raise last_error(op)
+    try:
+        return json.loads(ctypes.string_at(answer))
+    finally:
+        lib.string_free(answer)
+
+
+def send(channel, tree, tensors, timeout_ms):
+    """Sends one message. `tensors`: tuples as in `TENSOR`. Returns the flags that came back, one for each."""
+    count = len(tensors)
+    buffer = None
+    if count:
+        buffer = ctypes.create_string_buffer(count * 40)
+        pack = TENSOR.pack_into
+        at = 0
+        for tensor in tensors:
+            pack(buffer, at, *tensor)
+            at += 40
+    if library().send(channel, tree, len(tree), buffer, count, timeout_ms) < 0:
+        raise last_error("send")
+    return [t[5] for t in TENSOR.iter_unpack(buffer)] if count else []
+
+
+def receive(channel, timeout_ms, flags, streams):
+    """Receives one message: (tree as text, list of `TENSOR` tuples, sender)."""
+    lib = library()
+    out = ctypes.POINTER(_Message)()
+    array = (_u64 * len(streams))(*streams) if streams else None
+    if lib.receive(channel, timeout_ms, flags, array, len(streams), ctypes.byref(out)) < 0:
+        raise last_error("receive")
+    try:
+        message = out.contents
+        tree = ctypes.string_at(message.tree, message.tree_bytes).decode("utf-8", "surrogatepass")
+        count = message.count
+        tensors = list(TENSOR.iter_unpack(ctypes.string_at(message.tensors, count * 40))) if count else []
+        return tree, tensors, message.sender
+    finally:
+        lib.message_free(out)
+
+
+def allocate(device, nbytes, stream):
+    """A block of the arena: its address."""
+    address = library().allocate(device, nbytes, stream)
+    if not address:
+        raise last_error("allocate")
+    return address
+
+
+def deallocate(address):
+    """Gives a block back. Quiet: it is called by finalisers."""
+    if _loaded is not None:
+        _loaded.deallocate(address)
+
+
+def import_open(handle, stream, flags):
+    """Maps an import and makes the stream wait for READY: a `TENSOR` tuple."""
+    buffer = ctypes.create_string_buffer(40)
+    if library().import_open(handle, stream, flags, buffer) < 0:
+        raise last_error("import")
+    return TENSOR.unpack(buffer)
+
+
+def import_ready(handle, timeout_ms):
+    """Returns when READY is reached."""
+    if library().import_ready(handle, timeout_ms) < 0:
+        raise last_error("ready")
+
+
+def import_release(handle):
+    """Ends an import. Quiet: it is called by finalisers."""
+    if _loaded is not None:
+        _loaded.import_release(handle)
+
+
+def record_stream(address, stream):
+    """DONE of the import that holds this address shall follow that stream too."""
+    if library().import_record_stream(address, stream) < 0:
+        raise last_error("record_stream")
+
+
+def wait_done(address, stream, flags, timeout_ms):
+    """Returns when every receiver of this block is done."""
+    if library().wait_done(address, stream, flags, timeout_ms) < 0:
+        raise last_error("wait_done")
+
+
+def dlpack_capsule(address, device, code, bits, shape, strides, owner, kind):
+    """A "dltensor" capsule over our memory, whose deleter ends the import (or frees the block) `owner`."""
+    lib = library()
+    ndim = len(shape)
+    array = (_i64 * (2 * ndim or 1))(*shape, *strides)
+    base = ctypes.addressof(array)
+    gpu = device >= 0
+    spec = _DlpackSpec(
+        address, 2 if gpu else 1, device if gpu else 0, ndim, code, bits, 1, base, base + 8 * ndim, owner, kind
+    )
+    managed = lib.dlpack(ctypes.byref(spec))
+    if not managed:
+        raise last_error("dlpack")
+    return lib.capsule_new(managed, b"dltensor", lib.capsule_destructor)

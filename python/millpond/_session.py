@@ -1,0 +1,97 @@
+"""This process's attachment to an owner: one, at most."""
+import os
+import threading
+
+from . import _decode, _native, _streams, _tree, errors
+
+_lock = threading.Lock()
+_info = None
+_connection = None
+
+
+def attach(socket=None, key=None, name=None, role="worker", driver="auto", limit=None, on_owner_death=None, wait=None):
+    """Joins an owner. Without arguments: the one that `Arena.worker_env()` named in the environment."""
+    global _info
+    socket = socket or os.environ.get("MILLPOND_SOCKET")
+    key = key or os.environ.get("MILLPOND_KEY")
+    if not socket or not key:
+        missing = "MILLPOND_SOCKET" if not socket else "MILLPOND_KEY"
+        raise errors.InvalidArgument(
+            f"{missing} is not set: start this process with env=arena.worker_env(name), or say attach(socket=, key=)"
+        )
+    with _lock:
+        if _info is not None:
+            raise errors.AlreadyAttached(f"this process is attached to {_info['socket']} already")
+        answer = _native.control(
+            "attach",
+            socket=socket,
+            key=key,
+            name=name or os.environ.get("MILLPOND_NAME") or f"process {os.getpid()}",
+            role=role,
+            driver=driver,
+            limit=limit,
+            on_owner_death=on_owner_death,
+            wait=wait,
+        )
+        answer.update(socket=socket, key=key, pid=os.getpid())
+        _info = answer
+        ids = {d["ordinal"]: d["id"] for d in answer.get("devices", ()) if d["ordinal"] >= 0}
+        _streams.configure(len(ids))
+        _tree.configure(ids)
+        _decode.configure(ids)
+    return answer
+
+
+def detach():
+    """Leaves the owner: values that are still held go with it. Nothing happens if this process is not attached."""
+    global _info, _connection
+    with _lock:
+        if _info is None:
+            return
+        _info = _connection = None
+    _native.control("detach")
+
+
+def info():
+    """What attach said; `NotAttached` before it."""
+    if _info is None:
+        raise errors.NotAttached("this process is not attached: millpond.attach() in a worker, millpond.Arena() in a parent")
+    return _info
+
+
+def connection(timeout=30.0):
+    """A worker's channel to its parent; the same one at every call."""
+    global _connection
+    from .channel import Channel
+
+    info()
+    with _lock:
+        if _connection is None or _connection.closed:
+            answer = _native.in_slices(lambda ms: _native.control("connect", peer="parent", timeout_ms=ms), timeout)
+            _connection = Channel(answer["channel"], answer.get("peer", {}))
+        return _connection
+
+
+def default_device():
+    """The device that new values are made on: the first GPU, or the host (-1)."""
+    ordinals = [d["ordinal"] for d in info().get("devices", ())]
+    gpus = [n for n in ordinals if n >= 0]
+    return min(gpus) if gpus else -1
+
+
+def device_ordinal(device):
+    """A user's device (None, ordinal, "cpu", "cuda", "cuda:1", torch.device) as an ordinal; -1 is the host."""
+    if device is None:
+        return default_device()
+    if isinstance(device, int):
+        return device
+    text = str(device)
+    if text in ("cpu", "host"):
+        return -1
+    head, _, index = text.partition(":")
+    if head == "cuda" and (not index or index.isdigit()):
+        if index:
+            return int(index)
+        torch = _streams.torch_cuda()
+        return torch.cuda.current_device() if torch is not None else 0
+    raise errors.InvalidArgument(f"unknown device {device!r}: None, 'cpu', 'cuda', 'cuda:N' or an ordinal")

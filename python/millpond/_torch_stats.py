@@ -1,0 +1,83 @@
+"""torch's memory statistics, answered from our counters.
+
+Under a replaced allocator torch's C functions raise. Every Python function on top of them (in `torch.cuda`,
+`torch.cuda.memory` and `torch.accelerator`) looks them up in `torch._C` when it is called, so that is the one place to patch:
+whoever has imported the Python functions already sees the change too.
+"""
+import torch
+
+from . import _native
+
+_originals = {}
+
+_METRICS = "allocation segment active inactive_split allocated_bytes reserved_bytes active_bytes inactive_split_bytes requested_bytes".split()
+_COUNTS = "num_alloc_retries num_ooms num_sync_all_streams num_device_alloc num_device_free max_split_size".split()
+
+
+def nested(flat):
+    """torch's nested statistics from {"allocation.all.current": n, ...}. What is missing is 0."""
+    result = {
+        metric: {pool: dict.fromkeys(("current", "peak", "allocated", "freed"), 0) for pool in ("all", "large_pool", "small_pool")}
+        for metric in _METRICS
+    }
+    for metric in ("oversize_allocations", "oversize_segments"):
+        result[metric] = dict.fromkeys(("current", "peak", "allocated", "freed"), 0)
+    result.update(dict.fromkeys(_COUNTS, 0))
+    for key, value in flat.items():
+        at = result
+        *parts, last = key.split(".")
+        for part in parts:
+            at = at.setdefault(part, {})
+        at[last] = value
+    return result
+
+
+def _stats(device):
+    return nested(_native.control("stats", device=device))
+
+
+def _segments():
+    segments = []
+    for device in range(torch.cuda.device_count()):
+        segments += _native.control("snapshot", device=device)
+    return segments
+
+
+def _snapshot(mempool=None):
+    return {
+        "segments": _segments(),
+        "device_traces": [[] for _ in range(torch.cuda.device_count())],
+        "allocator_settings": {},
+        "external_annotations": [],
+    }
+
+
+_PATCHES = {
+    "_cuda_memoryStats": _stats,
+    "_cuda_resetAccumulatedMemoryStats": lambda device: _native.control("reset_accumulated_stats", device=device) and None,
+    "_cuda_resetPeakMemoryStats": lambda device: _native.control("reset_peak_stats", device=device) and None,
+    "_cuda_memorySnapshot": _snapshot,
+    "_cuda_getMemoryFraction": lambda device: _native.control("get_fraction", device=device)["fraction"],
+    # torch.accelerator asks the native allocator, which holds nothing.
+    "_accelerator_getDeviceStats": _stats,
+    "_accelerator_resetAccumulatedStats": lambda device: _native.control("reset_accumulated_stats", device=device) and None,
+    "_accelerator_resetPeakStats": lambda device: _native.control("reset_peak_stats", device=device) and None,
+    "_accelerator_emptyCache": lambda: torch._C._cuda_emptyCache(),
+    "_accelerator_isAllocatorInitialized": lambda: torch.cuda.is_initialized(),
+}
+
+
+def install():
+    """Patches what this torch has. Doing it twice does nothing."""
+    for name, function in _PATCHES.items():
+        original = getattr(torch._C, name, None)
+        if original is not None and name not in _originals:
+            _originals[name] = original
+            setattr(torch._C, name, function)
+
+
+def uninstall():
+    """Puts torch's own functions back."""
+    while _originals:
+        name, original = _originals.popitem()
+        setattr(torch._C, name, original)

@@ -1,0 +1,515 @@
+"""Encoding: a nested value becomes JSON text and a list of memory ranges.
+
+JSON's own types stand for themselves. Everything else is a dict with the single key "$" whose value is a list that starts
+with a tag (a user's dict with that key is written as pairs):
+
+    ["t", kind, range, offset, dtype, shape, strides]   a value that is the only one of its range
+    ["v", ...the same]                                  one of several values that share a range
+    ["u", [items]]        tuple                         ["d", [[key, value], ...]]  dict with other keys than strings
+    ["f", "nan"]          float that JSON lacks         ["i", "0x..."]              integer over 64 bits
+    ["c", re, im]         complex                       ["s", dtype, base64]        numpy scalar
+    ["b"|"a"|"m", base64] bytes, bytearray, memoryview  ["o", name, version, fields]  registered type
+
+kind: n numpy, t torch, b/a/m bytes in arena memory, r only a reference. range -1: no bytes (offset is then the device's
+id, or 0 for the CPU). strides: in elements, 0 for C order. Values whose bytes overlap share one range, so they share memory
+on the other side too.
+"""
+import base64
+import ctypes
+import json
+
+from . import _dtypes, _memory, _native, _ref, _streams, _types, errors
+
+#: bytes up to this size travel in the tree itself.
+INLINE_BYTES = 1024
+#: Containers deeper than this are refused.
+MAX_DEPTH = 100
+
+_dumps = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False, allow_nan=False, check_circular=False).encode
+_dumps_ascii = json.JSONEncoder(separators=(",", ":"), allow_nan=False, check_circular=False).encode
+_device_ids = {}
+
+
+def configure(device_ids):
+    """Told by attach: {ordinal: id} of the devices."""
+    _device_ids.clear()
+    _device_ids.update(device_ids)
+
+
+class _No(Exception):
+    """Cannot cross; the path is found afterwards."""
+
+
+class _Deep(Exception):
+    """Nested too deep, or a cycle."""
+
+
+class Encoded:
+    """What `_native.send` needs, and what must live until it has returned."""
+
+    __slots__ = ("text", "tensors", "keep", "copies", "copied_bytes")
+
+    def __init__(self):
+        self.text = b""
+        self.tensors = []
+        self.keep = []
+        self.copies = 0
+        self.copied_bytes = 0
+
+
+class _Encoder:
+    __slots__ = ("leaves", "imports", "tensors", "out")
+
+    def __init__(self):
+        self.leaves = []  # (device, first byte, end, position, node)
+        self.imports = {}  # handle -> index
+        self.tensors = []
+        self.out = Encoded()
+
+    def range(self, device, address, nbytes, node):
+        leaves = self.leaves
+        leaves.append((device, address, address + nbytes, len(leaves), node))
+
+    def place(self, flags):
+        """One range for each group of overlapping leaves; the nodes learn theirs."""
+        leaves, tensors = self.leaves, self.tensors
+        if len(leaves) > 1:
+            leaves.sort(key=_by_place)
+        streams = {}
+        device = low = high = None
+        group = []
+        for leaf in leaves:
+            if leaf[0] == device and leaf[1] < high:
+                if leaf[2] > high:
+                    high = leaf[2]
+                group.append(leaf)
+                continue
+            if group:
+                _close(group, low, high, tensors, streams, flags)
+            device, low, high = leaf[0], leaf[1], leaf[2]
+            group = [leaf]
+        if group:
+            _close(group, low, high, tensors, streams, flags)
+
+
+def _by_place(leaf):
+    return leaf[:3]
+
+
+def _close(group, low, high, tensors, streams, flags):
+    device = group[0][0]
+    stream = streams.get(device)
+    if stream is None:
+        stream = streams[device] = _streams.current(device)
+    index = len(tensors)
+    tensors.append((low, high - low, stream, 0, device, flags))
+    shared = len(group) > 1
+    for leaf in group:
+        node = leaf[4]
+        node[2], node[3] = index, leaf[1] - low
+        if shared:
+            node[0] = "v"
+
+
+def encode(value, header=None, root="out", readonly=False):
+    """Encodes a value. With `header` (JSON-ready) the text is `[header,value]`."""
+    encoder = _Encoder()
+    try:
+        body = _DISPATCH[type(value)](encoder, value, 0)
+    except (_No, _Deep, errors.Unsupported, RecursionError) as e:
+        _explain(value, root, e)
+    encoder.place(_native.READ_ONLY if readonly else 0)
+    whole = body if header is None else [header, body]
+    out = encoder.out
+    text = _dumps(whole)
+    try:
+        out.text = text.encode()
+    except UnicodeEncodeError:  # lone surrogates
+        out.text = _dumps_ascii(whole).encode()
+    out.tensors = encoder.tensors
+    return out
+
+
+# Containers.
+
+def _dict(e, value, depth):
+    if depth > MAX_DEPTH:
+        raise _Deep
+    depth += 1
+    out = {}
+    plain = True
+    for key, item in value.items():
+        if type(key) is not str or key == "$":
+            plain = False
+            key = _Key(key)  # cannot meet a plain key of the same text
+        out[key] = _DISPATCH[type(item)](e, item, depth)
+    if plain:
+        return out
+    return {"$": ["d", [[_key(e, k), v] for k, v in zip(value, out.values())]]}
+
+
+class _Key:
+    """A key that JSON has not, until the dict is known to be written as pairs."""
+
+    __slots__ = ("key",)
+
+    def __init__(self, key):
+        self.key = key
+
+
+def _key(e, key):
+    for part in key if type(key) is tuple else (key,):
+        if not isinstance(part, (str, int, float, bytes, tuple, complex, type(None))):
+            raise _No(f"a dict key of type {_name(type(part))}")
+    return _DISPATCH[type(key)](e, key, 0)
+
+
+def _list(e, value, depth):
+    if depth > MAX_DEPTH:
+        raise _Deep
+    depth += 1
+    return [_DISPATCH[type(item)](e, item, depth) for item in value]
+
+
+def _tuple(e, value, depth):
+    return {"$": ["u", _list(e, value, depth)]}
+
+
+def _registered(e, value, depth):
+    if depth > MAX_DEPTH:
+        raise _Deep
+    entry = _types.of_type(type(value))
+    fields = entry.to_fields(value)
+    if type(fields) is not dict:
+        raise _No(f"to_fields of {entry.name} gave a {_name(type(fields))}, not a dict")
+    return {"$": ["o", entry.name, entry.version, _dict(e, fields, depth)]}
+
+
+# Scalars.
+
+def _same(e, value, depth):
+    return value
+
+
+def _int(e, value, depth):
+    return value if -0x8000000000000000 <= value <= 0x7FFFFFFFFFFFFFFF else {"$": ["i", hex(value)]}
+
+
+def _float(e, value, depth):
+    return value if value - value == 0.0 else {"$": ["f", repr(value)]}
+
+
+def _complex(e, value, depth):
+    return {"$": ["c", _float(e, value.real, 0), _float(e, value.imag, 0)]}
+
+
+def _base(cls):
+    """Subclasses of the plain types cross as the plain type."""
+    plain = _DISPATCH[cls]
+    return lambda e, value, depth: plain(e, cls(value), depth)
+
+
+# Bytes.
+
+def _inline(tag, data):
+    return {"$": [tag, base64.b64encode(data).decode("ascii")]}
+
+
+def _large(e, kind, address, nbytes, keep):
+    node = ["t", kind, 0, 0, "uint8", [nbytes], 0]
+    e.out.keep.append(keep)
+    e.range(-1, address, nbytes, node)
+    return {"$": node}
+
+
+def _bytes(e, value, depth):
+    if len(value) <= INLINE_BYTES:
+        return _inline("b", value)
+    return _large(e, "b", ctypes.cast(ctypes.c_char_p(value), ctypes.c_void_p).value, len(value), value)
+
+
+def _bytearray(e, value, depth):
+    if len(value) <= INLINE_BYTES:
+        return _inline("a", value)
+    view = (ctypes.c_char * len(value)).from_buffer(value)
+    return _large(e, "a", ctypes.addressof(view), len(value), view)
+
+
+def _memoryview(e, value, depth):
+    if value.nbytes <= INLINE_BYTES:
+        return _inline("m", value.tobytes())
+    if value.readonly or not value.c_contiguous:
+        data = value.tobytes()
+        return _large(e, "m", ctypes.cast(ctypes.c_char_p(data), ctypes.c_void_p).value, len(data), data)
+    view = (ctypes.c_char * value.nbytes).from_buffer(value)
+    return _large(e, "m", ctypes.addressof(view), value.nbytes, view)
+
+
+# References.
+
+def _reference(e, ref, depth):
+    memory = ref._held()
+    strides = ref._strides
+    node = ["v", ref._kind, 0, ref._offset, ref._row.name, list(ref.shape), list(strides) if strides is not None else 0]
+    e.out.keep.append(memory)
+    if memory.kind == _native.KIND_BLOCK:
+        span = _memory.span(ref.shape, strides) * ref._row.itemsize
+        if span == 0:
+            node[2], node[3] = -1, _device_id(memory.device)
+        else:
+            node[0] = "t"
+            e.range(memory.device, memory.address + ref._offset, span, node)
+        return {"$": node}
+    index = e.imports.get(memory.handle)
+    if index is None:
+        index = e.imports[memory.handle] = len(e.tensors)
+        # An import that was never opened here was not written here: it goes on as it came.
+        stream = _streams.current(memory.device) if memory.address else 0
+        e.tensors.append((memory.address, memory.nbytes, stream, memory.handle, memory.device, 0))
+    node[2] = index
+    return {"$": node}
+
+
+def _device_id(device):
+    return 0 if device < 0 else _device_ids.get(device, device)
+
+
+# numpy.
+
+def _numpy(e, array, depth):
+    name = _dtypes.of_numpy(array.dtype)
+    interface = array.__array_interface__
+    shape, strides = interface["shape"], interface["strides"]
+    nbytes = array.nbytes
+    node = ["t", "n", -1, 0, name, shape, 0]
+    if nbytes == 0:
+        if array.size:
+            raise _No(f"an array of dtype {array.dtype} without bytes")
+        return {"$": node}
+    if strides is not None:
+        size = array.itemsize
+        if any(s < 0 or s % size for s in strides):
+            array = _packed(e, array, nbytes)
+            interface = array.__array_interface__
+        else:
+            strides = [s // size for s in strides]
+            node[6] = strides
+            nbytes = _memory.span(shape, strides) * size
+    e.out.keep.append(array)
+    e.range(-1, interface["data"][0], nbytes, node)
+    return {"$": node}
+
+
+def _packed(e, array, nbytes):
+    """A contiguous copy, in arena memory if we have some."""
+    import numpy as np
+
+    e.out.copies += 1
+    e.out.copied_bytes += nbytes
+    try:
+        packed = np.asarray(_memory._Holder(_memory.block(nbytes, -1))).view(array.dtype).reshape(array.shape)
+        packed[...] = array
+        return packed
+    except errors.Error:
+        return np.ascontiguousarray(array)
+
+
+def _numpy_scalar(e, value, depth):
+    name = _dtypes.of_numpy(value.dtype)
+    return {"$": ["s", name, base64.b64encode(value.tobytes()).decode("ascii")]}
+
+
+# torch.
+
+def _torch(e, tensor, depth):
+    import torch
+
+    kind = type(tensor)
+    if kind is not torch.Tensor and kind is not torch.nn.Parameter:
+        tensor = _plain_tensor(torch, tensor)
+    if tensor.is_nested:
+        raise _No("a nested tensor: send its parts")
+    if tensor.layout is not torch.strided:
+        raise _No(f"a tensor of layout {tensor.layout}: send its parts (indices and values)")
+    if tensor.is_quantized:
+        raise _No(f"a quantised tensor ({tensor.dtype}): send .int_repr() with its scale and zero point")
+    name = _dtypes.of_torch(tensor.dtype)
+    device = tensor.get_device()
+    if not (tensor.is_cuda or tensor.is_cpu):
+        raise _No(f"a tensor on device {tensor.device}")
+    if tensor.is_conj() or tensor.is_neg():
+        tensor = tensor.detach().resolve_conj().resolve_neg()
+        e.out.copies += 1
+        e.out.copied_bytes += tensor.numel() * tensor.element_size()
+    shape = tensor.shape
+    node = ["t", "t", -1, 0, name, shape, 0]
+    count = tensor.numel()
+    if count == 0:
+        node[3] = _device_id(device)
+        return {"$": node}
+    if not tensor.is_contiguous():
+        node[6] = tensor.stride()
+        count = _memory.span(shape, node[6])
+    address = tensor.data_ptr()
+    if not address:
+        raise _No("a tensor without memory (meta, fake or functional)")
+    e.out.keep.append(tensor)
+    e.range(device, address, count * tensor.element_size(), node)
+    return {"$": node}
+
+
+def _plain_tensor(torch, tensor):
+    wrapper = getattr(torch.utils, "_python_dispatch", None)
+    wrapper = getattr(wrapper, "is_traceable_wrapper_subclass", None)
+    if hasattr(tensor, "__tensor_flatten__") or (wrapper is not None and wrapper(tensor)):
+        raise _No(f"a tensor subclass {_name(type(tensor))} that wraps others: send its parts")
+    return tensor.as_subclass(torch.Tensor)
+
+
+# Others that show CUDA memory (CuPy, Numba).
+
+def _cuda_array(e, value, depth):
+    interface = value.__cuda_array_interface__
+    row = _dtypes.lookup(_dtypes.of_typestr(interface["typestr"]))
+    shape, strides = list(interface["shape"]), interface.get("strides")
+    node = ["t", "t", -1, 0, row.name, shape, 0]
+    device = getattr(getattr(value, "device", None), "id", 0)
+    if strides is not None:
+        if any(s < 0 or s % row.itemsize for s in strides):
+            raise _No("a GPU array with negative or odd strides: make it contiguous")
+        strides = node[6] = [s // row.itemsize for s in strides]
+    count = _memory.span(shape, strides)
+    if count == 0:
+        node[3] = _device_id(device)
+        return {"$": node}
+    e.out.keep.append(value)
+    e.range(device, interface["data"][0], count * row.itemsize, node)
+    return {"$": node}
+
+
+# Which function for which type.
+
+class _Dispatch(dict):
+    def __missing__(self, cls):
+        function = self[cls] = _resolve(cls)
+        return function
+
+
+_DISPATCH = _Dispatch()
+_DISPATCH.update(
+    {
+        type(None): _same,
+        bool: _same,
+        str: _same,
+        int: _int,
+        float: _float,
+        complex: _complex,
+        bytes: _bytes,
+        bytearray: _bytearray,
+        memoryview: _memoryview,
+        dict: _dict,
+        list: _list,
+        tuple: _tuple,
+        _ref.Ref: _reference,
+    }
+)
+_PLAIN = (str, int, float, complex, bytes, bytearray)
+
+
+def forget(cls):
+    """A type was registered: what was found for it and its subclasses before no longer holds."""
+    for known in list(_DISPATCH):
+        if issubclass(known, cls) and known not in (dict, list, tuple, *_PLAIN):
+            del _DISPATCH[known]
+
+
+def _name(cls):
+    return cls.__qualname__ if cls.__module__ == "builtins" else f"{cls.__module__}.{cls.__qualname__}"
+
+
+def _resolve(cls):
+    if _types.of_type(cls) is not None:
+        return _registered
+    for base in cls.__mro__:
+        module, name = base.__module__, base.__name__
+        if module == "numpy" or module.startswith("numpy."):
+            if name == "MaskedArray":
+                return _refuse("a masked array: send its data and its mask")
+            if name == "ndarray":
+                return _numpy if base is cls else lambda e, v, d: _numpy(e, v.view(base), d)
+            if name == "generic":
+                return _numpy_scalar
+        elif module in ("torch", "torch._tensor") and name == "Tensor":
+            return _torch
+    if issubclass(cls, dict):
+        return _dict
+    if issubclass(cls, list):
+        return _list
+    if issubclass(cls, tuple):
+        return _tuple
+    for plain in _PLAIN:
+        if issubclass(cls, plain):
+            return _base(plain)
+    if hasattr(cls, "__cuda_array_interface__"):
+        return _cuda_array
+    if hasattr(cls, "__dataclass_fields__"):
+        return _refuse(f"the dataclass {_name(cls)} is not registered: millpond.register({cls.__name__}) on both sides")
+    return _refuse(f"a value of type {_name(cls)}")
+
+
+def _refuse(reason):
+    def refuse(e, value, depth):
+        raise _No(reason)
+
+    return refuse
+
+
+# The slow walk, after something was refused: where is it?
+
+def _explain(value, path, error):
+    _walk(value, path, {}, 0)
+    if isinstance(error, (_Deep, RecursionError)):
+        raise errors.cannot_cross(path, f"it is nested deeper than {MAX_DEPTH} levels") from None
+    raise errors.cannot_cross(path, str(error)) from None
+
+
+def _walk(value, path, above, depth):
+    function = _DISPATCH[type(value)]
+    if function in (_dict, _list, _tuple, _registered):
+        if id(value) in above:
+            raise errors.cannot_cross(path, f"it contains itself: it is {above[id(value)]}") from None
+        if depth > MAX_DEPTH:
+            raise errors.cannot_cross(path, f"it is nested deeper than {MAX_DEPTH} levels") from None
+        above[id(value)] = path
+        for item, at in _children(function, value, path):
+            _walk(item, at, above, depth + 1)
+        del above[id(value)]
+        return
+    try:
+        function(_Encoder(), value, depth)
+    except (_No, errors.Unsupported) as e:
+        raise errors.cannot_cross(path, str(e)) from None
+
+
+def _children(function, value, path):
+    if function is _dict:
+        for key, item in value.items():
+            try:
+                _key(_Encoder(), key)
+            except _No as e:
+                raise errors.cannot_cross(f"{path}[{key!r}]", str(e)) from None
+            yield item, f"{path}[{_quoted(key)}]"
+    elif function is _registered:
+        try:
+            fields = _types.of_type(type(value)).to_fields(value)
+        except _No as e:
+            raise errors.cannot_cross(path, str(e)) from None
+        for key, item in fields.items() if isinstance(fields, dict) else ():
+            yield item, f"{path}.{key}"
+    else:
+        for index, item in enumerate(value):
+            yield item, f"{path}[{index}]"
+
+
+def _quoted(key):
+    return json.dumps(key, ensure_ascii=False) if type(key) is str else repr(key)

@@ -1,0 +1,196 @@
+"""`Channel`: messages to and from one other process, and the calls on top of them (`_calls`).
+
+One thread reads at a time; the others wait until it has put their message where they look. Whoever waits may become the
+reader, so no thread of our own is needed.
+"""
+import collections
+import select
+import threading
+import time
+
+from . import _calls, _decode, _native, _tree, errors
+
+Peer = collections.namedtuple("Peer", "client name pid")
+Sent = collections.namedtuple("Sent", "tensors copies copied_bytes")
+Sent.__doc__ = "What `send` did: how many memory ranges went, how many of them were copied first, and how many bytes that was."
+
+_ENDED = (errors.Closed, errors.PeerDied, errors.OwnerDied, errors.NotAttached, errors.Forked)
+
+
+class Channel(_calls.Calls):
+    """A channel to one other process. Safe to use from several threads; a context manager."""
+
+    def __init__(self, handle, peer):
+        self._handle = handle
+        #: Who is at the other end: (client, name, pid).
+        self.peer = Peer(peer.get("client"), peer.get("name"), peer.get("pid"))
+        self._sending = threading.RLock()
+        self._state = threading.Condition(threading.Lock())
+        self._reading = False
+        self._ended = None
+        self._inbox = collections.deque()
+        self._begin_calls()
+
+    def __repr__(self):
+        return f"<millpond.Channel to {self.peer.name!r} (pid {self.peer.pid}){', closed' if self.closed else ''}>"
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.close()
+
+    @property
+    def closed(self):
+        """Whether it was closed here, or has ended."""
+        return self._ended is not None
+
+    def fileno(self):
+        """For `select` and `poll`: readable when a message can be received. The library owns it."""
+        return _native.control("channel_fd", channel=self._handle)["fd"]
+
+    def send(self, value, timeout=None, readonly=False):
+        """Sends a value. It may be dropped at once: the memory lives until the receiver is done. `readonly`: the receiver maps
+        the tensors read-only. Says what was copied."""
+        return self._transmit(["m"], value, timeout, readonly)
+
+    def recv(self, timeout=None, wait=False, lazy=False):
+        """The next value: numpy arrays and torch tensors as they were sent. `lazy=True`: every tensor is a `Ref`, nothing is
+        mapped. `wait=True`: returns when all the data is ready (values in host memory always are); else GPU values are
+        ordered on this thread's current stream. `Timeout`, `Closed`, `PeerDied`."""
+        message = self._wait(self._next_value, timeout)
+        if wait:
+            for memory in message.memories:
+                if not memory.is_ready:
+                    _native.in_slices(lambda ms, m=memory: _native.import_ready(m.handle, ms), timeout)
+                    memory.is_ready = True
+        return message.decode(lazy)
+
+    def close(self):
+        """Ends the channel, at both ends. Threads that wait on it get `Closed`."""
+        if self._end(errors.Closed("the channel was closed here")):
+            try:
+                _native.control("close", channel=self._handle)
+            except errors.Error:
+                pass  # it had ended from the other side
+
+    def _transmit(self, header, value, timeout=None, readonly=False, root="out"):
+        if self._ended is not None:
+            raise type(self._ended)(*self._ended.args)
+        encoded = _tree.encode(value, header, root, readonly)
+        if not self._sending.acquire(timeout=-1 if timeout is None else timeout):
+            raise errors.Timeout(f"another thread has been sending for {timeout} s")
+        try:
+            flags = _native.send(self._handle, encoded.text, encoded.tensors, _native.milliseconds(timeout))
+        finally:
+            self._sending.release()
+        copies, copied_bytes = encoded.copies, encoded.copied_bytes
+        for tensor, flag in zip(encoded.tensors, flags):
+            if flag & _native.COPIED:
+                copies += 1
+                copied_bytes += tensor[1]
+        return Sent(len(flags), copies, copied_bytes)
+
+    # Reading.
+
+    def _next_value(self):
+        if self._inbox:
+            return self._inbox.popleft()
+        self._serve_one_locked()
+        return self._inbox.popleft() if self._inbox else None
+
+    def _wait(self, found, timeout):
+        """Waits until `found()`, called with the state locked, gives something; reads messages meanwhile if nobody else does."""
+        end = None if timeout is None else time.monotonic() + timeout
+        with self._state:
+            while True:
+                result = found()
+                if result is not None:
+                    return result
+                if self._ended is not None:
+                    raise type(self._ended)(*self._ended.args)
+                left = None if end is None else max(0.0, end - time.monotonic())
+                if self._reading:
+                    if not self._state.wait(left) and end is not None and time.monotonic() >= end:
+                        raise errors.Timeout(f"nothing came within {timeout} s")
+                    continue
+                self._reading = True
+                self._state.release()
+                message = failure = None
+                try:
+                    message = _native.in_slices(self._receive, left)
+                except BaseException as e:
+                    failure = e
+                finally:
+                    self._state.acquire()
+                    self._reading = False
+                    self._state.notify_all()
+                if failure is not None:
+                    if isinstance(failure, _ENDED):
+                        self._ended = failure
+                        continue
+                    if isinstance(failure, errors.Timeout):
+                        raise errors.Timeout(f"nothing came within {timeout} s") from None
+                    raise failure
+                if message is not None:
+                    self._dispatch(message)
+
+    def _receive(self, ms):
+        # Nothing is mapped or waited for here: a wait for READY under this call's time limit could lose the message, and the
+        # thread that will use the values, with its streams, may be another.
+        text, tensors, sender = _native.receive(self._handle, ms, _native.LAZY, ())
+        message = _decode.Received(text, tensors, sender)
+        if message.header[0] == "l":
+            _calls.emit_log(message.decode())  # here, where no lock is held: handlers may do anything
+            return None
+        return message
+
+    def _poll(self):
+        """Reads what has come, if nobody else is reading. Never blocks."""
+        with self._state:
+            if self._reading or self._ended is not None:
+                return
+            self._reading = True
+        try:
+            while True:
+                try:
+                    message = self._receive(0)
+                except errors.Timeout:
+                    return
+                if message is not None:
+                    with self._state:
+                        self._dispatch(message)
+        except _ENDED as e:
+            self._end(e)
+        finally:
+            with self._state:
+                self._reading = False
+                self._state.notify_all()
+
+    def _dispatch(self, message):
+        """Puts a message where its waiter looks. The state is locked."""
+        if message.header[0] == "m":
+            self._inbox.append(message)
+        else:
+            self._dispatch_call(message)
+        self._state.notify_all()
+
+    def _end(self, reason):
+        with self._state:
+            if self._ended is not None:
+                return False
+            self._ended = reason
+            self._state.notify_all()
+            return True
+
+
+def wait_any(channels, timeout=None):
+    """The channels that have something to receive, out of several."""
+    ready = [c for c in channels if c._inbox]
+    if ready:
+        return ready
+    poll = select.poll()
+    by_fd = {c.fileno(): c for c in channels}
+    for fd in by_fd:
+        poll.register(fd, select.POLLIN)
+    return [by_fd[fd] for fd, _ in poll.poll(None if timeout is None else timeout * 1000)]

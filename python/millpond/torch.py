@@ -1,0 +1,132 @@
+"""`millpond.torch`: torch takes its CUDA memory from the arena.
+
+`install()` replaces torch's CUDA allocator; `pool()` keeps torch's own in front and gives it segments of the arena.
+"""
+import contextlib
+import warnings
+
+import torch
+
+from . import _native, _session, _torch_stats, errors
+
+# method of torch's allocator object -> our function. Those with a pool id by value exist since torch 2.3.
+_HOOKS = {
+    "set_init_fn": "millpond_torch_init",
+    "set_reset_fn": "millpond_torch_reset",
+    "set_memory_fraction_fn": "millpond_torch_memory_fraction",
+    "set_base_alloc_fn": "millpond_torch_base_alloc",
+    "set_record_stream_fn": "millpond_torch_record_stream",
+    "set_begin_allocate_to_pool": "millpond_torch_begin_allocate_to_pool",
+    "set_end_allocate_to_pool_fn": "millpond_torch_end_allocate_to_pool",
+    "set_release_pool": "millpond_torch_release_pool",
+}
+
+_installed = None
+# torch up to 2.10 keeps a bare pointer to a pool's allocator: these must live as long as the process.
+_for_ever = []
+
+
+def install(mode="replace", stats=True):
+    """From here on torch's CUDA memory in this process is arena memory. Before torch has initialised CUDA.
+
+    `mode="replace"`: `torch.cuda.change_current_allocator`, with every hook that this torch has; `stats` answers torch's
+    memory statistics from ours. `mode="pool"`: a `torch.cuda.MemPool` over the arena for this thread's allocations; torch's
+    caching allocator stays (torch 2.8 and later). A second call with the same mode does nothing."""
+    global _installed
+    if mode not in ("replace", "pool"):
+        raise errors.InvalidArgument(f'mode={mode!r}: "replace" or "pool"')
+    if _installed == mode:
+        return
+    if _installed is not None:
+        raise errors.Refused(f"torch's allocator was installed with mode={_installed!r} in this process")
+    _check_session()
+    if mode == "pool":
+        pool().__enter__()
+        _installed = mode
+        return
+    _check_replaceable()
+    allocator = _make_allocator("millpond_malloc")
+    for method, function in _HOOKS.items():
+        if hasattr(allocator, method) and ("_pool" not in method or hasattr(allocator, "set_begin_allocate_to_pool")):
+            getattr(allocator, method)(_native.library().address_of(function))
+    torch._C._cuda_changeCurrentAllocator(allocator)
+    _for_ever.append(allocator)
+    _installed = mode
+    if not _native.library().torch_can_throw():
+        warnings.warn(
+            f"torch {torch.__version__}: its out-of-memory exception was not found in its libraries; "
+            "running out of memory will raise RuntimeError instead of torch.OutOfMemoryError",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+    if stats:
+        _torch_stats.install()
+
+
+def installed():
+    """"replace", "pool" or None."""
+    return _installed
+
+
+def uninstall_stats():
+    """Puts torch's own statistics functions back (they raise under a replaced allocator)."""
+    _torch_stats.uninstall()
+
+
+@contextlib.contextmanager
+def pool():
+    """This thread's allocations inside the block come from the arena, through torch's caching allocator. Gives the
+    `torch.cuda.MemPool`. torch 2.8 and later, native backend."""
+    _check_session()
+    version = tuple(int(n) for n in torch.__version__.split("+")[0].split(".")[:2])
+    if version < (2, 8):
+        raise errors.Unsupported(f"pool mode needs torch 2.8 or later, this is {torch.__version__}: use install(mode='replace')")
+    backend = torch.cuda.get_allocator_backend()
+    if backend != "native":
+        raise errors.Unsupported(
+            f"pool mode needs torch's native allocator, this process has {backend!r}: {_how_to_unset(backend)}"
+        )
+    if not _for_ever:
+        allocator = _make_allocator("millpond_pool_malloc")
+        _for_ever.extend((allocator, torch.cuda.MemPool(allocator)))
+    with torch.cuda.use_mem_pool(_for_ever[-1]):
+        yield _for_ever[-1]
+
+
+def _make_allocator(malloc):
+    library = _native.library()
+    return torch._C._cuda_customAllocator(library.address_of(malloc), library.address_of("millpond_free"))
+
+
+def _check_session():
+    devices = _session.info().get("devices", ())
+    if torch.version.cuda is None:
+        raise errors.Unsupported(f"torch {torch.__version__} is built without CUDA: there is no CUDA allocator to replace")
+    if not any(d["ordinal"] >= 0 for d in devices):
+        raise errors.Unsupported(
+            "this process is attached with the host driver, so there is no GPU memory to give to torch; "
+            "CPU tensors cross without install()"
+        )
+
+
+def _check_replaceable():
+    if torch.cuda.is_initialized():
+        raise errors.Refused(
+            "torch has already initialised CUDA in this process, and cannot change its allocator any more: call "
+            "millpond.torch.install() right after import torch, before the first CUDA tensor, stream or torch.cuda.init()"
+        )
+    backend = torch.cuda.get_allocator_backend()
+    if backend == "cudaMallocAsync":
+        raise errors.Refused(f"torch runs with its {backend} backend: {_how_to_unset(backend)}")
+    current = getattr(torch._C, "_cuda_getAllocator", lambda: None)()
+    if backend == "pluggable" or type(current).__name__ == "_CUDAPluggableAllocator":
+        raise errors.Refused("another allocator was installed in torch already: only one is possible in a process")
+
+
+def _how_to_unset(backend):
+    if backend == "cudaMallocAsync":
+        return (
+            "remove backend:cudaMallocAsync from PYTORCH_CUDA_ALLOC_CONF before importing torch (worker_env() does), "
+            "or allocate with millpond.empty() only"
+        )
+    return "install() and pool() exclude each other"

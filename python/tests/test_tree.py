@@ -1,0 +1,270 @@
+"""Values that cross: encoding and decoding over the stand-in for the native library."""
+import dataclasses
+import gc
+import json
+import math
+
+import pytest
+
+import millpond
+from millpond import _decode, _tree
+
+
+def cross(pair, value, **how):
+    a, b = pair
+    a.send(value)
+    return b.recv(timeout=5, **how)
+
+
+PLAIN = [
+    None,
+    True,
+    0,
+    -1,
+    2**63 - 1,
+    -(2**63),
+    2**63,
+    -(2**64) - 5,
+    10**5000,
+    0.1,
+    -0.0,
+    1e308,
+    float("inf"),
+    float("-inf"),
+    "",
+    "äß漢🙂\x00\"\\",
+    "\ud800 alone",
+    b"",
+    b"\x00\xff" * 10,
+    1 + 2j,
+    [],
+    {},
+    (),
+    [[]],
+    [1, [2, (3, {"k": (4,)})]],
+    {"a": {"b": {"c": None}}},
+    {1: "int", "1": "str", None: 0, True: "bool also 1", 2.5: 1, (1, "x"): [2], b"k": 3},
+    {"$": 1},
+    {"$": ["t", 1, 2]},
+    {"$": ["t"], "other": {"$": {"$": None}}},
+    {"x": [1, 2], 5: {"y": 1}},
+]
+
+
+@pytest.mark.parametrize("value", PLAIN, ids=range(len(PLAIN)))
+def test_plain_values_come_back_equal_and_of_the_same_type(pair, value):
+    got = cross(pair, value)
+    assert got == value and type(got) is type(value)
+    if isinstance(value, float):
+        assert math.copysign(1, got) == math.copysign(1, value)
+
+
+def test_nan_is_valid_json(pair, fake):
+    got = cross(pair, [float("nan"), 1.0])
+    assert math.isnan(got[0]) and got[1] == 1.0
+    json.loads(fake.sent[0][0], parse_constant=lambda c: pytest.fail(c))
+
+
+def test_order_of_keys_is_kept(pair):
+    assert list(cross(pair, {"z": 1, "a": 2, 3: 4, "b": 5})) == ["z", "a", 3, "b"]
+
+
+@pytest.mark.parametrize("size", [0, 1, 1023, 1024, 1025, 100_000])
+@pytest.mark.parametrize("kind", [bytes, bytearray, memoryview])
+def test_bytes_of_every_size(pair, fake, size, kind):
+    data = bytes(i * 7 % 256 for i in range(size))
+    got = cross(pair, {"b": kind(data)})["b"]
+    assert type(got) is kind and bytes(got) == data
+    assert len(fake.sent[0][1]) == (1 if size > 1024 else 0), "large ones go through memory, small ones through the tree"
+    del got
+    gc.collect()
+    assert fake.live == 0
+
+
+def test_memoryview_keeps_its_memory(pair, fake):
+    got = cross(pair, memoryview(bytearray(b"abc" * 1000)))
+    part = got[3:6]
+    del got
+    gc.collect()
+    assert fake.live == 1 and bytes(part) == b"abc"
+    part.release()
+    del part
+    gc.collect()
+    assert fake.live == 0
+
+
+def test_subclasses_of_plain_types_cross_as_the_plain_type(pair):
+    import collections
+    import enum
+
+    class Colour(enum.IntEnum):
+        RED = 3
+
+    Point = collections.namedtuple("Point", "x y")
+    assert cross(pair, [Colour.RED, Point(1, 2), collections.OrderedDict(a=1)]) == [3, (1, 2), {"a": 1}]
+
+
+def test_the_same_list_twice_is_sent_by_value(pair):
+    inner = [1]
+    assert cross(pair, [inner, inner]) == [[1], [1]]
+
+
+class Opaque:
+    pass
+
+
+@pytest.mark.parametrize(
+    "value, path",
+    [
+        ({"meta": {"fn": print}}, 'out["meta"]["fn"]'),
+        ([1, (2, {3})], "out[1][1]"),
+        (Opaque(), "out"),
+        ({(1, Opaque()): 1}, "out[(1, "),
+        ({"a": [Opaque]}, 'out["a"][0]'),
+        ({5: {"x": iter([])}}, 'out[5]["x"]'),
+        ({"it": (i for i in ())}, 'out["it"]'),
+    ],
+)
+def test_what_cannot_cross_is_named_by_its_path(pair, fake, value, path):
+    with pytest.raises(millpond.CannotCross) as e:
+        pair[0].send(value)
+    assert str(e.value).startswith(path) and e.value.path.startswith(path)
+    assert isinstance(e.value, TypeError) and not fake.sent
+
+
+def test_a_cycle_is_refused_with_its_path(pair):
+    a = {"list": []}
+    a["list"].append(a)
+    with pytest.raises(millpond.CannotCross, match=r'out\["list"\]\[0\] cannot cross: it contains itself: it is out'):
+        pair[0].send(a)
+
+
+def test_too_deep_is_refused_not_a_crash(pair):
+    value = []
+    for _ in range(100_000):
+        value = [value]
+    with pytest.raises(millpond.CannotCross, match="deeper than 100"):
+        pair[0].send(value)
+    while value:  # taken apart here: CPython's own deallocation of deep lists is another matter
+        value = value[0]
+    ok = []
+    for _ in range(95):
+        ok = [ok]
+    assert cross(pair, ok) == ok
+
+
+@dataclasses.dataclass
+class Mesh:
+    vertices: object
+    faces: object
+    name: str = "m"
+
+
+def test_a_dataclass_crosses_once_registered(pair, registry):
+    with pytest.raises(millpond.CannotCross, match=r"not registered: millpond.register\(Mesh\)"):
+        pair[0].send({"m": Mesh([1.0], [2])})
+    millpond.register(Mesh)
+    got = cross(pair, {"m": Mesh([1.0], (2,))})["m"]
+    assert got == Mesh([1.0], (2,))
+
+
+def test_registered_type_by_functions_and_its_versions(pair, registry):
+    class Celsius:
+        def __init__(self, degrees):
+            self.degrees = degrees
+
+    millpond.register(Celsius, lambda c: {"d": c.degrees}, lambda f: Celsius(f["d"]), name="temp", version=2)
+    assert cross(pair, [Celsius(20)])[0].degrees == 20
+    pair[0].send(Celsius(3))
+    millpond.register(Celsius, lambda c: {"d": c.degrees}, lambda f: Celsius(f["d"]), name="temp", version=3)
+    with pytest.raises(millpond.Unsupported, match="of version 2; version 3 is registered"):
+        pair[1].recv(timeout=5)
+
+
+def test_an_unregistered_record_is_named_at_the_receiver(pair, registry):
+    millpond.register(Mesh, name="mesh")
+    pair[0].send(Mesh(1, 2))
+    from millpond import _types
+
+    _types._by_name.clear()
+    with pytest.raises(millpond.Unsupported, match="'mesh' \\(version 1\\), which is not registered"):
+        pair[1].recv(timeout=5)
+
+
+def test_a_field_that_cannot_cross_is_named(pair, registry):
+    millpond.register(Mesh)
+    with pytest.raises(millpond.CannotCross) as e:
+        pair[0].send([Mesh(1, {"x": print})])
+    assert e.value.path == 'out[0].faces["x"]'
+
+
+HOSTILE = [
+    '[["m"],{"$":["t","n",0,0,"float32",[1000],0]}]',
+    '[["m"],{"$":["t","n",0,1000,"float32",[1],0]}]',
+    '[["m"],{"$":["t","n",0,-4,"float32",[1],0]}]',
+    '[["m"],{"$":["t","n",0,0,"float32",[-1],0]}]',
+    '[["m"],{"$":["t","n",0,0,"float32",[2,2],[1]]}]',
+    '[["m"],{"$":["t","n",0,0,"float32",[2],[-1]]}]',
+    '[["m"],{"$":["t","n",0,0,"float32",[4],[99999999999999999999]]}]',
+    '[["m"],{"$":["t","n",9,0,"float32",[1],0]}]',
+    '[["m"],{"$":["t","n",-1,0,"float32",[1],0]}]',
+    '[["m"],{"$":["t","t",0,0,"float32",[1000],0]}]',
+    '[["m"],{"$":["t","b",0,0,"uint8",[1000],0]}]',
+    '[["m"],{"$":["t","b",0,0,"uint8",["x"],0]}]',
+    '[["m"],{"$":["t","n",0.5,0,"float32",[1],0]}]',
+    '[["m"],{"$":["t","n",0,0.5,"float32",[1],0]}]',
+    '[["m"],{"$":["t"]}]',
+    '[["m"],{"$":["zz",1]}]',
+    '[["m"],{"$":{}}]',
+    '[["m"],{"$":[]}]',
+    '[["m"],{"$":["b","*"]}]',
+    '[["m"],{"$":["i","99x"]}]',
+    '[["m"],{"$":["d",[[[],1]]]}]',
+    '[["m"],{"$":["d",[1]]}]',
+    '[["m"],' + '{"$":["u",[' * 5000 + "]]}" * 5000 + "]",
+]
+
+
+@pytest.mark.parametrize("text", HOSTILE, ids=range(len(HOSTILE)))
+def test_a_malformed_value_is_a_named_error_and_lets_go(fake, pair, text):
+    pytest.importorskip("numpy")
+    buffer = (__import__("ctypes").c_char * 64)()
+    fake.queues[2].put((text.encode(), [(buffer, 64, -1, 0)]))
+    with pytest.raises((millpond.Protocol, millpond.Unsupported)):
+        pair[1].recv(timeout=5)
+    gc.collect()
+    assert fake.live == 0
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[1]", "[[]]", "[{},1]", "nonsense", '[["m"]', '[["m"] ,1]', '["m",1]'])
+def test_a_message_that_is_not_ours_is_refused(text):
+    with pytest.raises(millpond.Protocol, match="not ours"):
+        _decode.Received(text, [], 0)
+
+
+def test_unknown_dtype_is_named(fake, pair):
+    fake.queues[2].put((b'[["m"],{"$":["t","n",0,0,"float7",[1],0]}]', [((__import__("ctypes").c_char * 64)(), 64, -1, 0)]))
+    with pytest.raises(millpond.Unsupported, match="float7"):
+        pair[1].recv(timeout=5)
+
+
+def test_a_message_that_is_dropped_undecoded_lets_its_imports_go(fake, pair):
+    pair[0].send(b"x" * 5000)
+    message = pair[1]._receive(100)
+    assert fake.live == 1
+    del message
+    gc.collect()
+    assert fake.live == 0
+
+
+def test_a_refusal_deep_in_a_big_tree_names_the_right_one(pair):
+    value = {"rows": [{"v": [i, (i, str(i))]} for i in range(50)]}
+    value["rows"][33]["v"][1] = (1, {"deep": object()})
+    with pytest.raises(millpond.CannotCross) as e:
+        pair[0].send(value)
+    assert e.value.path == 'out["rows"][33]["v"][1][1]["deep"]'
+
+
+def test_encode_keeps_pairs_and_plain_dicts_apart():
+    assert _tree.encode({"a": 1}).text == b'{"a":1}'
+    assert _tree.encode({"$": 1}).text == b'{"$":["d",[["$",1]]]}'
