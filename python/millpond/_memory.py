@@ -46,8 +46,9 @@ class Memory:
         return self
 
     def _open(self, stream, flags):
-        address, nbytes, _, _, device, flags = _native.import_open(self.handle, stream, flags)
-        self.address, self.nbytes, self.device, self.flags, self.stream = address, nbytes, device, flags, stream
+        address, nbytes, _, _, device, got = _native.import_open(self.handle, stream, flags)
+        self.address, self.nbytes, self.device, self.stream = address, nbytes, device, stream
+        self.flags |= got
 
     @property
     def read_only(self):
