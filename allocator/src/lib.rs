@@ -1,8 +1,12 @@
 //! millpond's allocator: one device's memory, seen by one process.
 //!
 //! * [`driver`]: the calls that are made of a device, CUDA's or the host's.
+//! * [`timeline`]: the words that streams of several processes write and wait on.
 //! * [`tlsf`]: where blocks lie, with all bookkeeping outside the memory.
 #![deny(unsafe_code)]
 
 pub mod driver;
+pub mod heap;
+pub mod timeline;
 pub mod tlsf;
+pub mod window;

@@ -1,1 +1,11 @@
-//! The wire, the owner, the client, leases, deaths and the ledger; and the millpond program.
+//! millpond between processes: the [`wire`], the [`control`] memory that all share, the [`owner`] and the [`client`]; the
+//! [`ledger`], which an [`observer`] reads without either's help.
+#![deny(unsafe_code)]
+
+pub mod client;
+pub mod control;
+pub mod doctor;
+pub mod ledger;
+pub mod observer;
+pub mod owner;
+pub mod wire;

@@ -1,1 +1,19 @@
-//! torch's CUDA allocator and the C API: the only extern C of millpond.
+//! torch's CUDA allocator and millpond's C API: the only `extern "C"` of millpond. The header is `include/millpond.h`.
+//!
+//! * [`torch`]: `malloc`, `free` and torch's optional hooks. No GIL, no message, no wait but for growth.
+//! * [`control`]: everything that is not hot, as one JSON request and one JSON answer.
+//! * [`tensor`]: blocks, messages, imports.
+//! * [`dlpack`]: tensors for other libraries, with a deleter of ours.
+//! * [`throw`]: torch's own out-of-memory exception, by symbols found at run time.
+//!
+//! Every entry catches panics. One client a process: [`state`].
+#![deny(unsafe_code)]
+
+pub mod control;
+pub mod dlpack;
+pub mod error;
+pub mod state;
+pub mod stats;
+pub mod tensor;
+pub mod throw;
+pub mod torch;

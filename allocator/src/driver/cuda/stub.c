@@ -1,0 +1,169 @@
+// A driver library for tests: it counts its calls, checks what it is passed, and answers plausible values.
+//
+// Prototypes and structs are written out from cuda.h, so that a wrong argument order or layout on the Rust side shows here.
+// Settings: INIT (cuInit's answer), VERSION, RDMA, VMM, WORDS2, WORDS1, COMPUTE_MODE, OLD (leave CUDA 12 functions out),
+// FIRST_WORDS (leave the _v2 stream memory operations out), DEVICES, PEER.
+#include <fcntl.h>
+#include <stddef.h>
+#include <string.h>
+#include <unistd.h>
+
+#ifndef INIT
+#define INIT 0
+#endif
+#ifndef VERSION
+#define VERSION 12080
+#endif
+#ifndef RDMA
+#define RDMA 1
+#endif
+#ifndef VMM
+#define VMM 1
+#endif
+#ifndef WORDS2
+#define WORDS2 1
+#endif
+#ifndef WORDS1
+#define WORDS1 0
+#endif
+#ifndef COMPUTE_MODE
+#define COMPUTE_MODE 0
+#endif
+#ifndef DEVICES
+#define DEVICES 2
+#endif
+#ifndef PEER
+#define PEER 1
+#endif
+
+typedef unsigned long long u64;
+typedef int CUresult;
+typedef int CUdevice;
+typedef struct ctx *CUcontext;
+typedef struct stream *CUstream;
+typedef struct event *CUevent;
+typedef struct { int type, id; } CUmemLocation;
+typedef struct {
+    int type, requestedHandleTypes;
+    CUmemLocation location;
+    void *win32HandleMetaData;
+    struct { unsigned char compressionType, gpuDirectRDMACapable; unsigned short usage; unsigned char reserved[4]; } allocFlags;
+} CUmemAllocationProp;
+typedef struct { CUmemLocation location; int flags; } CUmemAccessDesc;
+
+enum { INVALID_VALUE = 1, INVALID_CONTEXT = 201, NOT_READY = 600, NOT_REGISTERED = 713, CAPTURE = 900 };
+
+// What tests read.
+struct counts { u64 calls, pushes, pops, retains, ids, waits, last_value; int writes_v2, grants, last_id, import_fd; } counts;
+u64 stub_size(int which) { return which == 0 ? sizeof(CUmemAllocationProp) : which == 1 ? sizeof(CUmemAccessDesc) : sizeof(CUmemLocation); }
+struct counts *stub_counts(void) { return &counts; }
+
+static __thread CUcontext stack[8];
+static __thread int depth;
+static __thread int mode; // 0 is global, as in a thread that never exchanged it.
+int stub_depth(void) { return depth; }
+int stub_mode(void) { return mode; }
+void stub_push(u64 ctx) { stack[depth++] = (CUcontext)ctx; }
+void stub_pop(void) { depth--; }
+
+#define CALL counts.calls++
+#define PRIMARY ((CUcontext)0xc0)
+#define NEEDS_CONTEXT do { CALL; if (!depth || stack[depth - 1] != PRIMARY) return INVALID_CONTEXT; } while (0)
+// What a capture of another thread prohibits, and would be broken by.
+#define UNSAFE do { if (mode != 2) return CAPTURE; } while (0)
+
+CUresult cuInit(unsigned flags) { CALL; return flags ? INVALID_VALUE : INIT; }
+CUresult cuDriverGetVersion(int *v) { CALL; *v = VERSION; return 0; }
+CUresult cuGetErrorName(CUresult r, const char **s) { CALL; *s = "CUDA_ERROR_OF_THE_FUTURE"; return r ? 0 : 1; }
+CUresult cuDeviceGetCount(int *n) { CALL; *n = DEVICES; return 0; }
+CUresult cuDeviceGet(CUdevice *d, int i) { CALL; if (i >= DEVICES) return 101; *d = i; return 0; }
+CUresult cuDeviceGetName(char *s, int n, CUdevice d) { CALL; strncpy(s, d ? "Stub B" : "Stub A", n); return 0; }
+CUresult cuDeviceGetUuid(char *b, CUdevice d) { CALL; memset(b, 0xa0 + d, 16); return 0; }
+CUresult cuDeviceGetUuid_v2(char *b, CUdevice d) { CALL; memset(b, 0xb0 + d, 16); return 0; }
+CUresult cuDeviceTotalMem_v2(size_t *n, CUdevice d) { CALL; *n = (size_t)80 << 30; return d >= DEVICES; }
+CUresult cuDeviceGetAttribute(int *v, int a, CUdevice d) {
+    CALL;
+    switch (a) {
+    case 20: *v = COMPUTE_MODE; return 0;
+    case 93: *v = WORDS1; return 0;
+    case 102: *v = VMM; return 0;
+    case 103: *v = 1; return 0;
+    case 110: *v = RDMA; return 0;
+    case 122: *v = WORDS2; return 0;
+    case 133: *v = 0; return 0;
+    default: return d >= DEVICES ? 101 : INVALID_VALUE;
+    }
+}
+CUresult cuDeviceCanAccessPeer(int *can, CUdevice d, CUdevice p) { CALL; *can = PEER && d != p; return 0; }
+CUresult cuDevicePrimaryCtxRetain(CUcontext *c, CUdevice d) { CALL; counts.retains++; *c = PRIMARY; return d; }
+CUresult cuCtxGetCurrent(CUcontext *c) { CALL; *c = depth ? stack[depth - 1] : 0; return 0; }
+CUresult cuCtxPushCurrent_v2(CUcontext c) { CALL; counts.pushes++; stack[depth++] = c; return 0; }
+CUresult cuCtxPopCurrent_v2(CUcontext *c) { CALL; counts.pops++; if (!depth) return INVALID_CONTEXT; *c = stack[--depth]; return 0; }
+CUresult cuThreadExchangeStreamCaptureMode(int *m) { CALL; int old = mode; mode = *m; *m = old; return 0; }
+CUresult cuMemGetInfo_v2(size_t *f, size_t *t) { NEEDS_CONTEXT; *f = 7, *t = 9; return 0; }
+
+static int right(const CUmemAllocationProp *p) {
+    return p->type == 1 && p->requestedHandleTypes == 1 && p->location.type == 1 && p->location.id < DEVICES && !p->win32HandleMetaData
+        && !p->allocFlags.compressionType && p->allocFlags.gpuDirectRDMACapable == RDMA && !p->allocFlags.usage;
+}
+CUresult cuMemGetAllocationGranularity(size_t *g, const CUmemAllocationProp *p, int option) {
+    CALL; *g = 2 << 20; return right(p) && option == 0 ? 0 : INVALID_VALUE;
+}
+#ifndef WITHOUT_CREATE
+CUresult cuMemCreate(u64 *h, size_t n, const CUmemAllocationProp *p, u64 flags) {
+    static u64 next = 0x100; CALL; UNSAFE; if (!right(p) || !n || n % (2 << 20) || flags) return INVALID_VALUE; *h = next++; return 0;
+}
+#endif
+CUresult cuMemExportToShareableHandle(void *out, u64 h, int kind, u64 flags) {
+    CALL; if (h < 0x100 || kind != 1 || flags) return INVALID_VALUE; *(int *)out = open("/dev/null", O_RDWR); return 0;
+}
+CUresult cuMemImportFromShareableHandle(u64 *h, void *os, int kind) {
+    CALL; counts.import_fd = (int)(size_t)os; if (fcntl((int)(size_t)os, F_GETFD) < 0 || kind != 1) return INVALID_VALUE; *h = 0x999; return 0;
+}
+CUresult cuMemRelease(u64 h) { CALL; return h < 0x100 ? INVALID_VALUE : 0; }
+CUresult cuMemAddressReserve(u64 *a, size_t n, size_t align, u64 hint, u64 flags) {
+    CALL; if (!n || align != 2 << 20 || flags) return INVALID_VALUE; *a = hint ? hint : 0x700000000000; return 0;
+}
+CUresult cuMemAddressFree(u64 a, size_t n) { CALL; return a && n ? 0 : INVALID_VALUE; }
+CUresult cuMemMap(u64 a, size_t n, size_t offset, u64 h, u64 flags) { CALL; return !a || !n || offset || h < 0x100 || flags ? INVALID_VALUE : 0; }
+CUresult cuMemUnmap(u64 a, size_t n) { CALL; return a && n ? 0 : INVALID_VALUE; }
+CUresult cuMemSetAccess(u64 a, size_t n, const CUmemAccessDesc *d, size_t count) {
+    CALL;
+    for (size_t i = 0; i < count; i++) {
+        if (d[i].location.type != 1 || (d[i].flags != 1 && d[i].flags != 3)) return INVALID_VALUE;
+        counts.last_id = d[i].location.id;
+    }
+    counts.grants = (int)count;
+    return a && n ? 0 : INVALID_VALUE;
+}
+CUresult cuMemGetAddressRange_v2(u64 *base, size_t *n, u64 a) { NEEDS_CONTEXT; if (a < 0x1000) return 500; *base = a & ~0xfffull; *n = 0x1000; return 0; }
+
+CUresult cuStreamCreate(CUstream *s, unsigned flags) { NEEDS_CONTEXT; *s = (CUstream)0x51; return flags == 1 ? 0 : INVALID_VALUE; }
+CUresult cuStreamDestroy_v2(CUstream s) { NEEDS_CONTEXT; return s == (CUstream)0x51 ? 0 : INVALID_VALUE; }
+#ifndef OLD
+CUresult cuStreamGetId(CUstream s, u64 *id) { NEEDS_CONTEXT; counts.ids++; *id = (u64)s + 1000; return 0; }
+CUresult cuCtxRecordEvent(CUcontext c, CUevent e) { NEEDS_CONTEXT; UNSAFE; return c == PRIMARY && e == (CUevent)0xe1 ? 0 : INVALID_VALUE; }
+#endif
+CUresult cuStreamSynchronize(CUstream s) { NEEDS_CONTEXT; UNSAFE; return s == (CUstream)0x51 ? 987 : 0; }
+CUresult cuStreamQuery(CUstream s) { NEEDS_CONTEXT; UNSAFE; return s == (CUstream)0x51 ? NOT_READY : 0; }
+CUresult cuStreamIsCapturing(CUstream s, int *status) { NEEDS_CONTEXT; *status = (int)(size_t)s % 3; return 0; }
+CUresult cuStreamWaitEvent(CUstream s, CUevent e, unsigned flags) { NEEDS_CONTEXT; return s == (CUstream)0x51 && e == (CUevent)0xe1 && !flags ? 0 : INVALID_VALUE; }
+CUresult cuMemcpyAsync(u64 dst, u64 src, size_t n, CUstream s) { NEEDS_CONTEXT; return dst == 0x2000 && src == 0x3000 && n == 5 && s == (CUstream)0x51 ? 0 : INVALID_VALUE; }
+CUresult cuMemsetD8Async(u64 dst, unsigned char b, size_t n, CUstream s) { NEEDS_CONTEXT; return dst == 0x2000 && b == 0xee && n == 5 && s == (CUstream)0x51 ? 0 : INVALID_VALUE; }
+CUresult cuEventCreate(CUevent *e, unsigned flags) { NEEDS_CONTEXT; *e = (CUevent)0xe1; return flags == 2 ? 0 : INVALID_VALUE; }
+CUresult cuEventDestroy_v2(CUevent e) { NEEDS_CONTEXT; return e == (CUevent)0xe1 ? 0 : INVALID_VALUE; }
+CUresult cuEventRecord(CUevent e, CUstream s) { NEEDS_CONTEXT; return e == (CUevent)0xe1 && s == (CUstream)0x51 ? 0 : INVALID_VALUE; }
+CUresult cuEventQuery(CUevent e) { NEEDS_CONTEXT; UNSAFE; return e == (CUevent)0xe1 ? NOT_READY : e == (CUevent)0xe2 ? 700 : 0; }
+CUresult cuMemHostRegister_v2(void *p, size_t n, unsigned flags) { NEEDS_CONTEXT; UNSAFE; return (size_t)p % 4096 || !n || flags != 3 ? INVALID_VALUE : 0; }
+CUresult cuMemHostUnregister(void *p) { NEEDS_CONTEXT; return (size_t)p % 4096 ? NOT_REGISTERED : 0; }
+CUresult cuMemHostGetDevicePointer_v2(u64 *a, void *p, unsigned flags) { NEEDS_CONTEXT; *a = (u64)p + 0x10000; return flags; }
+
+static CUresult word(CUstream s, u64 a, u64 v, unsigned flags, int second) {
+    NEEDS_CONTEXT; counts.waits++; counts.last_value = v; counts.writes_v2 = second; return s == (CUstream)0x51 && a == 0x4000 && !flags ? 0 : INVALID_VALUE;
+}
+CUresult cuStreamWriteValue64(CUstream s, u64 a, u64 v, unsigned flags) { return word(s, a, v, flags, 0); }
+CUresult cuStreamWaitValue64(CUstream s, u64 a, u64 v, unsigned flags) { return word(s, a, v, flags, 0); }
+#ifndef FIRST_WORDS
+CUresult cuStreamWriteValue64_v2(CUstream s, u64 a, u64 v, unsigned flags) { return word(s, a, v, flags, 1); }
+CUresult cuStreamWaitValue64_v2(CUstream s, u64 a, u64 v, unsigned flags) { return word(s, a, v, flags, 1); }
+#endif

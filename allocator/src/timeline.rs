@@ -1,0 +1,258 @@
+//! Timelines: a 64-bit counter in shared host memory that one stream of one client writes and others wait on.
+//!
+//! The GPU writes and waits on the word; the CPU reads it with a plain load. When a client dies, the owner keeps the last
+//! true value apart and stores [`POISON`], which releases every waiter at once and tells them from a value reached.
+
+use std::collections::HashMap;
+use std::fmt::Debug;
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::sync::Arc;
+
+use parking_lot::Mutex;
+
+use crate::driver::{Addr, Capture, Driver, DriverError, Stream, StreamId};
+
+/// What a dead client's word holds. Values stay below it for ever (2⁶² signals), and waits compare cyclically, so it
+/// releases them all.
+pub const POISON: u64 = 1 << 62;
+
+/// One timeline in shared memory, on a cache line of its own.
+#[repr(C, align(64))]
+#[derive(Debug, Default)]
+pub struct Word {
+    value: AtomicU64,
+    last_true: AtomicU64,
+}
+
+/// What a look at a timeline says of a value.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Reached {
+    /// The work is done.
+    Yes,
+    /// Not yet.
+    No,
+    /// Never: its client died before.
+    Never,
+}
+
+impl Word {
+    /// The value as it is now; at least [`POISON`] if its client is dead.
+    #[must_use]
+    pub fn value(&self) -> u64 {
+        self.value.load(Ordering::Acquire)
+    }
+
+    /// Whether the value has been reached.
+    #[must_use]
+    pub fn reached(&self, value: u64) -> Reached {
+        let now = self.value();
+        if now < POISON {
+            return if now >= value { Reached::Yes } else { Reached::No };
+        }
+        if self.last_true.load(Ordering::Acquire) >= value {
+            Reached::Yes
+        } else {
+            Reached::Never
+        }
+    }
+
+    /// Stores a value from the CPU: for work that has no stream.
+    pub fn store(&self, value: u64) {
+        self.value.fetch_max(value, Ordering::Release);
+    }
+
+    /// Releases every waiter of a dead client's timeline. Only when no work of it can run any more.
+    pub fn poison(&self) {
+        let now = self.value();
+        if now < POISON {
+            self.last_true.store(now, Ordering::Release);
+            self.value.store(POISON, Ordering::Release);
+        }
+    }
+
+    /// Takes the poison away when the slot gets a new client; values go on from the last true one.
+    pub fn revive(&self) -> u64 {
+        let last = self.last_true.load(Ordering::Acquire);
+        let _ = self.value.compare_exchange(POISON, last, Ordering::AcqRel, Ordering::Acquire);
+        self.value()
+    }
+}
+
+/// The shared memory that timelines lie in.
+pub trait TimelineMemory: Send + Sync + Debug {
+    /// One timeline by its number in the whole arena, if there is one of that number.
+    fn word(&self, timeline: u32) -> Option<&Word>;
+    /// The whole range, page-aligned, with timeline n at byte 64 × n.
+    fn range(&self) -> (*mut u8, usize);
+}
+
+/// A signal: reached when the timeline's value is at least this one.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Signal {
+    /// The timeline's number in the whole arena.
+    pub timeline: u32,
+    /// The value.
+    pub value: u64,
+}
+
+/// Why a stream could not signal or wait.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum TimelineError {
+    /// A replay of the graph would write old values.
+    #[error("the stream is being captured into a graph: a replay would repeat old signals; send or receive outside the capture")]
+    Capturing,
+    /// No such timeline.
+    #[error("timeline {0} does not exist")]
+    Unknown(u32),
+    /// The client whose timeline it is died before it got there.
+    #[error("the process that was to signal timeline {} at {} died before", .0.timeline, .0.value)]
+    Dead(Signal),
+    /// The driver's answer.
+    #[error(transparent)]
+    Driver(#[from] DriverError),
+}
+
+/// This client's timelines on one device, and its waits on others'.
+#[derive(Debug)]
+pub struct Timelines {
+    driver: Arc<dyn Driver>,
+    memory: Arc<dyn TimelineMemory>,
+    base: Addr,
+    slots: Arc<Slots>,
+    inner: Mutex<Inner>,
+}
+
+#[derive(Debug, Default)]
+struct Inner {
+    streams: HashMap<StreamId, u32>,
+    /// The last value queued on each of this device's slots.
+    assigned: HashMap<u32, u64>,
+    /// What each stream was last made to wait for. It stands behind it until that is reached.
+    waits: HashMap<StreamId, Signal>,
+}
+
+/// The client's slots, shared by its devices.
+#[derive(Debug)]
+pub struct Slots {
+    first: u32,
+    count: u32,
+    next: AtomicU32,
+}
+
+impl Slots {
+    /// The timelines `first .. first + count` are the client's.
+    #[must_use]
+    pub fn new(first: u32, count: u32) -> Self {
+        Self { first, count, next: AtomicU32::new(0) }
+    }
+
+    fn take(&self) -> Option<u32> {
+        let next = self.next.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |n| (n < self.count).then_some(n + 1)).ok()?;
+        Some(self.first + next)
+    }
+}
+
+impl Timelines {
+    /// Registers the memory with the driver. It stays registered as long as the process lives.
+    ///
+    /// # Errors
+    /// What the driver says.
+    #[allow(unsafe_code)]
+    pub fn new(driver: Arc<dyn Driver>, memory: Arc<dyn TimelineMemory>, slots: Arc<Slots>) -> Result<Self, DriverError> {
+        let (start, bytes) = memory.range();
+        // SAFETY: the range belongs to `memory`, which self keeps, and a client keeps its Timelines for the process's life.
+        let base = unsafe { driver.host_register(start, bytes)? };
+        Ok(Self { driver, memory, base, slots, inner: Mutex::default() })
+    }
+
+    fn address(&self, timeline: u32) -> Addr {
+        self.base + 64 * u64::from(timeline)
+    }
+
+    /// Queues a signal behind all work of the stream so far. One value covers everything before it.
+    ///
+    /// # Errors
+    /// [`TimelineError::Capturing`], or what the driver says; then no value was assigned.
+    pub fn signal(&self, stream: Stream) -> Result<Signal, TimelineError> {
+        if self.driver.stream_capture(stream)? != Capture::None {
+            return Err(TimelineError::Capturing);
+        }
+        let id = self.driver.stream_id(stream)?;
+        // Assigning the value and queueing its write are one step, so that values never go back.
+        let mut inner = self.inner.lock();
+        let (timeline, shared) = match inner.streams.get(&id) {
+            Some(timeline) => (*timeline, false),
+            None => match self.slots.take() {
+                Some(timeline) => (timeline, false),
+                // All slots are taken: follow another stream's work on its slot.
+                None => (*inner.assigned.keys().min().ok_or(TimelineError::Unknown(self.slots.first))?, true),
+            },
+        };
+        let word = self.memory.word(timeline).ok_or(TimelineError::Unknown(timeline))?;
+        let last = inner.assigned.get(&timeline).copied().unwrap_or_else(|| word.value());
+        if shared && word.value() < last {
+            self.driver.wait_value(stream, self.address(timeline), last)?;
+        }
+        let value = last + 1;
+        self.driver.write_value(stream, self.address(timeline), value)?;
+        inner.assigned.insert(timeline, value);
+        if !shared {
+            inner.streams.insert(id, timeline);
+        }
+        Ok(Signal { timeline, value })
+    }
+
+    /// Makes the stream's later work wait for a signal; queues nothing where the CPU sees that it is reached.
+    ///
+    /// # Errors
+    /// [`TimelineError::Dead`] if it never will be, [`TimelineError::Capturing`], or what the driver says.
+    pub fn wait(&self, stream: Stream, signal: Signal) -> Result<(), TimelineError> {
+        match self.reached(signal)? {
+            Reached::Yes => return Ok(()),
+            Reached::Never => return Err(TimelineError::Dead(signal)),
+            Reached::No => {}
+        }
+        if self.driver.stream_capture(stream)? != Capture::None {
+            return Err(TimelineError::Capturing);
+        }
+        let id = self.driver.stream_id(stream)?;
+        let mut inner = self.inner.lock();
+        self.driver.wait_value(stream, self.address(signal.timeline), signal.value)?;
+        inner.waits.insert(id, signal);
+        Ok(())
+    }
+
+    /// Whether a signal is reached, as the CPU sees it.
+    ///
+    /// # Errors
+    /// [`TimelineError::Unknown`].
+    pub fn reached(&self, signal: Signal) -> Result<Reached, TimelineError> {
+        Ok(self.memory.word(signal.timeline).ok_or(TimelineError::Unknown(signal.timeline))?.reached(signal.value))
+    }
+
+    /// Whether any stream of this device may stand behind a timeline that is not reached. Nothing may be made to wait for it then.
+    #[must_use]
+    pub fn any_unmet(&self) -> bool {
+        let mut inner = self.inner.lock();
+        inner.waits.retain(|_, signal| self.memory.word(signal.timeline).is_some_and(|word| word.reached(signal.value) == Reached::No));
+        !inner.waits.is_empty()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn poison_keeps_what_was_reached() {
+        let word = Word::default();
+        word.store(5);
+        assert_eq!((word.reached(5), word.reached(6)), (Reached::Yes, Reached::No));
+        word.poison();
+        word.poison();
+        assert_eq!((word.reached(5), word.reached(6)), (Reached::Yes, Reached::Never));
+        assert!(word.value() >= POISON);
+        assert_eq!(word.revive(), 5);
+        assert_eq!(word.reached(6), Reached::No);
+    }
+}

@@ -1,0 +1,59 @@
+//! The `millpond` program: an owner by hand, its ledger, a look at the machine, and the demonstration.
+#![deny(unsafe_code)]
+
+mod demo;
+mod doctor;
+mod exit;
+mod ledger;
+mod log;
+mod ready;
+mod serve;
+mod signals;
+
+use std::process::ExitCode;
+
+use clap::{Parser, Subcommand};
+
+const AFTER: &str = "\
+Exit codes:
+  0   done            1   failed (the line says why)
+  2   no owner there  3   an owner of another version
+  4   wrong key       5   the owner refused for another reason
+  64  wrong usage
+
+Environment:
+  MILLPOND_SOCKET, MILLPOND_KEY   the owner to talk to; serve prints both
+  MILLPOND_LOG                    error, warn, info or debug: what is logged to stderr (default warn)";
+
+/// One arena of GPU memory for many processes.
+#[derive(Debug, Parser)]
+#[command(name = "millpond", version, about, after_help = AFTER)]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+enum Command {
+    Serve(serve::Serve),
+    Ledger(ledger::Args),
+    Doctor(doctor::Args),
+    Demo(demo::Args),
+}
+
+fn main() -> ExitCode {
+    log::start();
+    let cli = match Cli::try_parse() {
+        Ok(cli) => cli,
+        Err(error) => {
+            let _ = error.print();
+            return if error.use_stderr() { exit::usage() } else { ExitCode::SUCCESS };
+        }
+    };
+    match cli.command {
+        Command::Serve(args) => serve::run(args),
+        Command::Ledger(args) => ledger::run(&args),
+        Command::Doctor(args) => doctor::run(&args),
+        Command::Demo(args) => demo::run(&args),
+    }
+}

@@ -1,0 +1,243 @@
+//! Leases: blocks of this client that others hold, until the last is done with its use of them on the GPU.
+
+use std::collections::HashMap;
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::Arc;
+
+use millpond_allocator::heap::{Heap, Pin};
+use millpond_allocator::timeline::Reached;
+use parking_lot::Mutex;
+
+use super::error::Error;
+use crate::control::{Claim, Control, Hold, HoldState, HoldWord, HOLDS_PER_CLIENT};
+
+/// The producer's own holds are in the lower half of its table; those that others make when they forward are in the upper.
+const FORWARDED: usize = HOLDS_PER_CLIENT / 2;
+
+/// A hold in somebody's table.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct HoldRef {
+    /// Whose table.
+    pub producer: u32,
+    /// Its place there.
+    pub index: u32,
+    /// Its life.
+    pub generation: u32,
+}
+
+#[derive(Debug)]
+struct Lease {
+    heap: Arc<Heap>,
+    window: u32,
+    pin: Pin,
+}
+
+#[derive(Debug, Default)]
+struct Table {
+    leases: HashMap<u64, Lease>,
+    by_block: HashMap<(u32, u64), u64>,
+    next: u64,
+    free: Vec<u32>,
+    used: u32,
+}
+
+/// This client's leases.
+#[derive(Debug)]
+pub(super) struct Leases {
+    control: Arc<Control>,
+    me: u32,
+    table: Mutex<Table>,
+    /// How many there are, to be looked at without the lock.
+    live: AtomicUsize,
+}
+
+impl Leases {
+    pub(super) fn new(control: Arc<Control>, me: u32) -> Self {
+        Self { control, me, table: Mutex::default(), live: AtomicUsize::new(0) }
+    }
+
+    /// Makes a hold for a receiver on bytes of a live block of ours, before any frame that names it leaves.
+    pub(super) fn lend(&self, heap: &Arc<Heap>, window: u32, block: u64, claim: (u64, u64), receiver: u8) -> Result<HoldRef, Error> {
+        let mut table = self.table.lock();
+        let table = &mut *table;
+        let offset = block - heap.window().base();
+        let lease = match table.by_block.get(&(window, offset)) {
+            Some(lease) => *lease,
+            None => {
+                let pin = heap.pin(block).ok_or_else(|| Error::Stale(format!("the block at {block:#x} was freed meanwhile")))?;
+                table.next += 1;
+                table.leases.insert(table.next, Lease { heap: heap.clone(), window, pin });
+                table.by_block.insert((window, offset), table.next);
+                self.live.store(table.leases.len(), Ordering::Release);
+                table.next
+            }
+        };
+        let claim = Claim { lease, window, offset: claim.0, bytes: claim.1 };
+        let made = loop {
+            let index = match table.free.pop() {
+                Some(index) => index,
+                None if (table.used as usize) < FORWARDED => {
+                    table.used += 1;
+                    table.used - 1
+                }
+                None => break None,
+            };
+            raise(self.control.high_hold(self.me), 0, u64::from(index) + 1);
+            // A place that a misbehaving peer scribbled on is passed over.
+            if let Some(generation) = self.control.hold(self.me, index).and_then(|hold| hold.make(self.me as u8, receiver, claim)) {
+                break Some(HoldRef { producer: self.me, index, generation });
+            }
+        };
+        made.ok_or_else(|| {
+            self.end_if_unheld(table, lease);
+            Error::OutOfMemory(format!("{FORWARDED} sends of this process are still held by their receivers: let go of some values there"))
+        })
+    }
+
+    fn end_if_unheld(&self, table: &mut Table, lease: u64) {
+        if !self.collect().contains_key(&lease) {
+            self.end(table, lease);
+        }
+    }
+
+    fn end(&self, table: &mut Table, lease: u64) {
+        if let Some(lease) = table.leases.remove(&lease) {
+            table.by_block.remove(&(lease.window, lease.pin.offset));
+            lease.heap.unpin(lease.pin);
+        }
+        self.live.store(table.leases.len(), Ordering::Release);
+    }
+
+    fn holds(&self) -> impl Iterator<Item = (u32, &Hold)> {
+        let high = self.control.high_hold(self.me).map_or(0, |high| high.load(Ordering::Acquire));
+        let (own, forwarded) = (high as u32 as usize, (high >> 32) as usize);
+        let own = 0..own.min(FORWARDED);
+        let forwarded = FORWARDED..(FORWARDED + forwarded).min(HOLDS_PER_CLIENT);
+        own.chain(forwarded).filter_map(|index| Some((index as u32, self.control.hold(self.me, index as u32)?)))
+    }
+
+    /// Every hold that is not free, by its lease.
+    fn collect(&self) -> HashMap<u64, Vec<(u32, HoldWord)>> {
+        let mut found: HashMap<u64, Vec<(u32, HoldWord)>> = HashMap::new();
+        for (index, hold) in self.holds() {
+            let word = hold.word();
+            if word.state() != HoldState::Free {
+                found.entry(hold.lease.load(Ordering::Relaxed)).or_default().push((index, word));
+            }
+        }
+        found
+    }
+
+    fn over(&self, index: u32, word: HoldWord) -> bool {
+        word.state() == HoldState::Done && self.control.hold(self.me, index).is_some_and(|hold| done_reached(&self.control, hold))
+    }
+
+    /// Ends the leases whose holds are all done, on the GPU too. Cheap where there are none.
+    pub(super) fn reap(&self) {
+        if self.live.load(Ordering::Acquire) == 0 {
+            return;
+        }
+        let mut table = self.table.lock();
+        let table = &mut *table;
+        let before = self.collect();
+        let all_over = |holds: &Vec<(u32, HoldWord)>| holds.iter().all(|(index, word)| self.over(*index, *word));
+        let any = before.values().flatten().any(|(index, word)| self.over(*index, *word)) || table.leases.len() > before.len();
+        if !any {
+            return;
+        }
+        // A holder may have forwarded while we looked: it makes the new hold before it ends its own. Two looks that see the
+        // same are one moment.
+        let after = self.collect();
+        for (lease, holds) in &after {
+            if before.get(lease) == Some(holds) && all_over(holds) {
+                self.end(table, *lease);
+            }
+        }
+        for (index, word) in after.into_values().flatten() {
+            if self.over(index, word)
+                && self.control.hold(self.me, index).is_some_and(|hold| hold.recycle(word))
+                && (index as usize) < FORWARDED
+            {
+                table.free.push(index);
+            }
+        }
+        // Leases whose last hold was recycled in an earlier round, while a younger one was still to be made.
+        let left = self.collect();
+        let unheld: Vec<u64> = table.leases.keys().filter(|lease| !left.contains_key(lease)).copied().collect();
+        unheld.into_iter().for_each(|lease| self.end(table, lease));
+    }
+
+    /// How many leases there are.
+    pub(super) fn len(&self) -> usize {
+        self.live.load(Ordering::Acquire)
+    }
+
+    /// Whether every receiver of the block at an address is done; `None`: nobody holds it.
+    pub(super) fn holds_of(&self, window: u32, offset: u64) -> Option<Vec<Option<(u32, u64)>>> {
+        let table = self.table.lock();
+        let lease = *table.by_block.get(&(window, offset))?;
+        let holds = self.collect().remove(&lease)?;
+        Some(
+            holds
+                .into_iter()
+                .filter(|(index, word)| !self.over(*index, *word))
+                .map(|(index, word)| match word.state() {
+                    HoldState::Done => self.control.hold(self.me, index).and_then(Hold::done),
+                    _ => None,
+                })
+                .collect(),
+        )
+    }
+}
+
+/// Whether a hold's DONE is reached; a dead client's never will be, but nothing of it runs any more.
+fn done_reached(control: &Control, hold: &Hold) -> bool {
+    match hold.done() {
+        None => true,
+        Some((timeline, value)) => control.timeline(timeline).is_none_or(|word| word.reached(value) != Reached::No),
+    }
+}
+
+/// Raises one half of a table's high-water marks.
+fn raise(high: Option<&AtomicU64>, shift: u32, to: u64) {
+    if let Some(high) = high {
+        let _ = high.fetch_update(Ordering::AcqRel, Ordering::Acquire, |now| {
+            let half = now >> shift & 0xffff_ffff;
+            (half < to).then(|| now & !(0xffff_ffff << shift) | to << shift)
+        });
+    }
+}
+
+/// Makes a hold in another producer's table, for a receiver to whom this client forwards. The client's own hold must live.
+pub(super) fn forward(control: &Control, me: u32, mine: HoldRef, claim: (u64, u64), receiver: u8) -> Result<HoldRef, Error> {
+    let stale = || Error::Stale("the value is no longer held here, so it cannot be forwarded".to_owned());
+    let own = control.hold(mine.producer, mine.index).ok_or_else(stale)?;
+    let word = own.word();
+    if word.generation() != mine.generation || word.state() != HoldState::Held || u32::from(word.receiver()) != me {
+        return Err(stale());
+    }
+    let window = u32::try_from(own.window.load(Ordering::Relaxed)).map_err(|_| stale())?;
+    let claim = Claim { lease: own.lease.load(Ordering::Relaxed), window, offset: claim.0, bytes: claim.1 };
+    let start = (me as usize).wrapping_mul(127) % 64;
+    for step in 0..HOLDS_PER_CLIENT - FORWARDED {
+        let place = (start + step) % (HOLDS_PER_CLIENT - FORWARDED);
+        let index = (FORWARDED + place) as u32;
+        let Some(hold) = control.hold(mine.producer, index) else { break };
+        // The mark goes up before the hold can be seen, so that the producer's look reaches it.
+        raise(control.high_hold(mine.producer), 32, place as u64 + 1);
+        if let Some(generation) = hold.make(me as u8, receiver, claim) {
+            return Ok(HoldRef { producer: mine.producer, index, generation });
+        }
+    }
+    Err(Error::OutOfMemory("too many forwarded values are held by their receivers".to_owned()))
+}
+
+/// Takes back a hold whose frame did not leave.
+pub(super) fn cancel(control: &Control, hold: HoldRef) {
+    if let Some(record) = control.hold(hold.producer, hold.index) {
+        let word = record.word();
+        if word.generation() == hold.generation && word.state() == HoldState::InFlight {
+            record.bury(word);
+        }
+    }
+}

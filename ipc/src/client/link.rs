@@ -1,0 +1,188 @@
+//! The client's connection to its owner: calls and answers, by one thread that reads.
+
+use std::collections::HashMap;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::path::Path;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::mpsc::Sender;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use parking_lot::{Condvar, Mutex};
+use rustix::net::{connect, shutdown, socket_with, AddressFamily, Shutdown, SocketAddrUnix, SocketFlags, SocketType};
+
+use super::error::Error;
+use crate::wire::{send_frame, Answer, Ask, FrameError, FrameReader, FromClient, FromOwner, Hello, Request, Welcome};
+
+/// How long a frame to the owner may take. The owner always reads.
+const SEND_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// A path that a socket address has no room for.
+pub(super) fn address(path: &Path) -> Result<SocketAddrUnix, Error> {
+    SocketAddrUnix::new(path).map_err(|_| {
+        Error::InvalidArgument(format!("the socket's path has {} bytes and may have 107: {}", path.as_os_str().len(), path.display()))
+    })
+}
+
+#[derive(Debug)]
+pub(super) struct Link {
+    socket: OwnedFd,
+    /// Serialises frames.
+    sending: Mutex<()>,
+    pending: Mutex<Pending>,
+    answered: Condvar,
+    next: AtomicU64,
+    dead: AtomicBool,
+}
+
+#[derive(Debug, Default)]
+struct Pending {
+    waiting: HashMap<u64, ()>,
+    answers: HashMap<u64, (Answer, Vec<OwnedFd>)>,
+}
+
+/// What the tender is told.
+#[derive(Debug)]
+pub(super) enum Notice {
+    /// The owner asks.
+    Ask(u64, Ask),
+    /// The owner is gone.
+    OwnerDied,
+    /// Something was put down that a tick would pick up soon.
+    Soon,
+    /// The client goes.
+    Stop,
+}
+
+impl Link {
+    /// Connects and shakes hands.
+    pub(super) fn connect(path: &Path, hello: &Hello, timeout: Duration) -> Result<(Self, FrameReader, Welcome, Vec<OwnedFd>), Error> {
+        let address = address(path)?;
+        let unavailable = |why: rustix::io::Errno| Error::OwnerUnavailable { socket: path.display().to_string(), why: why.to_string() };
+        let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None).map_err(unavailable)?;
+        connect(&socket, &address).map_err(unavailable)?;
+        let gone = |error: FrameError| match error {
+            FrameError::Closed(_) => Error::Refused(
+                "the owner closed the connection during the handshake: another user's owner, or no owner of millpond at all".to_owned(),
+            ),
+            error => error.into(),
+        };
+        let body = serde_json::to_vec(hello).map_err(|error| Error::Internal(error.to_string()))?;
+        send_frame(socket.as_fd(), &body, &[], Some(timeout)).map_err(gone)?;
+        let mut reader = FrameReader::default();
+        let frame = reader.read_frame(socket.as_fd(), Some(timeout)).map_err(gone)?;
+        match serde_json::from_slice(&frame).map_err(|error| Error::Protocol(format!("the owner's first frame: {error}")))? {
+            FromOwner::Welcome { welcome } => {
+                let fds = reader.take_fds(welcome.fds)?;
+                let link = Self {
+                    socket,
+                    sending: Mutex::new(()),
+                    pending: Mutex::default(),
+                    answered: Condvar::new(),
+                    next: AtomicU64::new(1),
+                    dead: AtomicBool::new(false),
+                };
+                Ok((link, reader, welcome, fds))
+            }
+            FromOwner::Refused { refused } => Err(Error::Refused(format!(
+                "the owner refused the {}: it expects {}, found {}",
+                refused.field, refused.expected, refused.found
+            ))),
+            _ => Err(Error::Protocol("the owner's first frame is no welcome".to_owned())),
+        }
+    }
+
+    pub(super) fn is_dead(&self) -> bool {
+        self.dead.load(Ordering::Acquire)
+    }
+
+    fn send(&self, frame: &FromClient) -> Result<(), Error> {
+        if self.is_dead() {
+            return Err(Error::OwnerDied);
+        }
+        let body = serde_json::to_vec(frame).map_err(|error| Error::Internal(error.to_string()))?;
+        let _sending = self.sending.lock();
+        send_frame(self.socket.as_fd(), &body, &[], Some(SEND_TIMEOUT)).map(drop).map_err(|_| Error::OwnerDied)
+    }
+
+    /// Says something that has no answer, or whose answer nobody waits for.
+    pub(super) fn tell(&self, call: Request) -> Result<(), Error> {
+        self.send(&FromClient::Call { call_id: self.next.fetch_add(1, Ordering::Relaxed), call })
+    }
+
+    /// Answers the owner.
+    pub(super) fn answer(&self, ask_id: u64, bytes: u64) -> Result<(), Error> {
+        self.send(&FromClient::Answered { ask_id, bytes })
+    }
+
+    /// Asks and waits.
+    pub(super) fn call(&self, call: Request, timeout: Duration) -> Result<(Answer, Vec<OwnedFd>), Error> {
+        let call_id = self.next.fetch_add(1, Ordering::Relaxed);
+        self.pending.lock().waiting.insert(call_id, ());
+        if let Err(error) = self.send(&FromClient::Call { call_id, call }) {
+            self.pending.lock().waiting.remove(&call_id);
+            return Err(error);
+        }
+        let deadline = Instant::now() + timeout;
+        let mut pending = self.pending.lock();
+        loop {
+            if let Some((answer, fds)) = pending.answers.remove(&call_id) {
+                return match answer {
+                    Answer::Refused { reason, message, .. } => Err(Error::from_refusal(reason, message)),
+                    answer => Ok((answer, fds)),
+                };
+            }
+            if self.is_dead() {
+                pending.waiting.remove(&call_id);
+                return Err(Error::OwnerDied);
+            }
+            if self.answered.wait_until(&mut pending, deadline).timed_out() && !pending.answers.contains_key(&call_id) {
+                pending.waiting.remove(&call_id);
+                return Err(Error::Timeout(format!("the owner did not answer within {} ms", timeout.as_millis())));
+            }
+        }
+    }
+
+    /// Reads until the owner is gone. The body of the reader's thread.
+    pub(super) fn read(self: &Arc<Self>, mut reader: FrameReader, notices: &Sender<Notice>) {
+        let mut next = || -> Result<(), FrameError> {
+            let frame = reader.read_frame(self.socket.as_fd(), None)?;
+            match serde_json::from_slice(&frame)? {
+                FromOwner::Answer { call_id, answer, fds } => {
+                    let fds = reader.take_fds(fds)?;
+                    let mut pending = self.pending.lock();
+                    // An answer that nobody waits for any more: its descriptors close here.
+                    if pending.waiting.remove(&call_id).is_some() {
+                        pending.answers.insert(call_id, (answer, fds));
+                        self.answered.notify_all();
+                    }
+                }
+                FromOwner::Ask { ask_id, ask, fds } => {
+                    drop(reader.take_fds(fds)?);
+                    let _ = notices.send(Notice::Ask(ask_id, ask));
+                }
+                FromOwner::Welcome { .. } | FromOwner::Refused { .. } => {}
+            }
+            Ok(())
+        };
+        let error = loop {
+            if let Err(error) = next() {
+                break error;
+            }
+        };
+        tracing::info!(%error, "the owner is gone");
+        self.dead.store(true, Ordering::Release);
+        let _pending = self.pending.lock();
+        self.answered.notify_all();
+        let _ = notices.send(Notice::OwnerDied);
+    }
+
+    /// Ends the connection; the reader's thread ends with it.
+    pub(super) fn close(&self) {
+        let _ = shutdown(&self.socket, Shutdown::Both);
+    }
+
+    pub(super) fn socket(&self) -> BorrowedFd<'_> {
+        self.socket.as_fd()
+    }
+}

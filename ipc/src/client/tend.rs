@@ -1,0 +1,126 @@
+//! The client's own threads: one reads from the owner, one tends: beats, looks what is done, answers the owner.
+
+use std::sync::atomic::Ordering;
+use std::sync::mpsc::{channel, Receiver, RecvTimeoutError};
+use std::sync::{Arc, Weak};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use super::device::Device;
+use super::error::Error;
+use super::link::Notice;
+use super::{Client, OnOwnerDeath};
+use crate::wire::{Ask, FrameReader};
+
+/// Between beats when nothing is going on.
+const IDLE: Duration = Duration::from_millis(200);
+/// While others hold blocks of ours.
+const LENT: Duration = Duration::from_millis(20);
+/// While something waits to be let go.
+const PARTING: Duration = Duration::from_millis(2);
+
+/// Milliseconds of `CLOCK_MONOTONIC`: the same clock in every process.
+pub(crate) fn now_ms() -> u64 {
+    let now = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
+    now.tv_sec as u64 * 1000 + now.tv_nsec as u64 / 1_000_000
+}
+
+pub(super) fn start(client: &Arc<Client>, reader: FrameReader, on_owner_death: OnOwnerDeath) -> Result<(), Error> {
+    let (sender, notices) = channel();
+    *client.notices.lock() = Some(sender.clone());
+    let link = client.shared.link.clone();
+    let spawn = |name: &str, body: Box<dyn FnOnce() + Send>| {
+        thread::Builder::new()
+            .name(name.to_owned())
+            .stack_size(512 << 10)
+            .spawn(body)
+            .map_err(|error| Error::Internal(format!("no thread: {error}")))
+    };
+    let weak = Arc::downgrade(client);
+    let threads = [
+        spawn("millpond-read", Box::new(move || link.read(reader, &sender)))?,
+        spawn("millpond-tend", Box::new(move || tend(&weak, &notices, on_owner_death)))?,
+    ];
+    client.threads.lock().extend(threads);
+    Ok(())
+}
+
+fn tend(client: &Weak<Client>, notices: &Receiver<Notice>, on_owner_death: OnOwnerDeath) {
+    let mut pause = IDLE;
+    let mut ticked = Instant::now();
+    loop {
+        let notice = notices.recv_timeout(pause.saturating_sub(ticked.elapsed()));
+        let Some(client) = client.upgrade() else { return };
+        match notice {
+            Ok(Notice::Stop) | Err(RecvTimeoutError::Disconnected) => return,
+            Ok(Notice::Ask(id, ask)) => client.answer(id, &ask),
+            Ok(Notice::OwnerDied) if on_owner_death == OnOwnerDeath::Exit => {
+                tracing::warn!("the owner has ended: so does this process, as it was told to");
+                let _ = rustix::process::kill_process(rustix::process::getpid(), rustix::process::Signal::TERM);
+            }
+            Ok(Notice::OwnerDied) => client.owner_died(),
+            Ok(Notice::Soon) => {
+                client.nudged.store(false, Ordering::Release);
+                pause = PARTING;
+                continue;
+            }
+            Err(RecvTimeoutError::Timeout) => {
+                pause = client.tick();
+                ticked = Instant::now();
+            }
+        }
+    }
+}
+
+impl Client {
+    /// Something was let go of: the tender looks soon. Never blocks.
+    pub(super) fn nudge(&self) {
+        if !self.nudged.swap(true, Ordering::AcqRel) {
+            if let Some(notices) = self.notices.try_lock() {
+                let _ = notices.as_ref().map(|notices| notices.send(Notice::Soon));
+            }
+        }
+    }
+
+    fn tick(&self) -> Duration {
+        if let Some(beat) = self.shared.control.beat(self.shared.me) {
+            beat.store(now_ms(), Ordering::Relaxed);
+        }
+        self.shared.leases.reap();
+        for opened in self.devices.iter().filter_map(Device::if_open) {
+            self.imports.tick(&opened);
+            opened.heap.tick();
+            opened.heap.set_leased_in(self.imports.bytes_on(opened.index));
+        }
+        match (self.imports.any_parting(), self.shared.leases.len()) {
+            (true, _) => PARTING,
+            (false, 0) => IDLE,
+            (false, _) => LENT,
+        }
+    }
+
+    fn answer(&self, id: u64, ask: &Ask) {
+        let bytes = match ask {
+            Ask::Trim { device, bytes } => {
+                self.shared.leases.reap();
+                self.device_at(*device).ok().and_then(Device::if_open).map_or(0, |opened| opened.heap.trim(*bytes))
+            }
+            Ask::Revoke { window, epochs } => {
+                let uses = |chunk: &_| self.imports.uses(*window, chunk);
+                self.devices.iter().filter_map(Device::if_open).map(|opened| opened.revoke(*window, epochs, uses)).sum()
+            }
+            Ask::Died { peer } => {
+                self.imports.died(peer.client);
+                self.windows.lock().retain(|_, (_, owner)| owner.serial != peer.serial);
+                return;
+            }
+            Ask::Goodbye => return,
+        };
+        let _ = self.shared.link.answer(id, bytes);
+    }
+
+    /// Nobody will poison timelines any more: what is not ready yet and comes from a process that is gone never will be.
+    fn owner_died(&self) {
+        tracing::warn!("the owner has ended: this process goes on with the memory that it has");
+    }
+}

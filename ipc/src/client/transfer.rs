@@ -1,0 +1,629 @@
+//! Sending and receiving: EXPORT, READY, IMPORT, DONE. No bytes on the socket, no driver call a tensor.
+
+use std::collections::HashMap;
+use std::sync::atomic::Ordering;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use millpond_allocator::driver::{Addr, DeviceInfo, Stream};
+use millpond_allocator::timeline::{Reached, Signal};
+use serde_json::value::RawValue;
+
+use super::channel::{Channel, Descriptor, Frame, NOWHERE};
+use super::device::{Device, Opened};
+use super::error::Error;
+use super::import::Import;
+use super::lease::{cancel, forward, HoldRef};
+use super::{Client, Place};
+
+/// A tensor to be sent.
+#[derive(Debug, Clone, Copy)]
+pub struct Outgoing {
+    /// Its first byte in this process.
+    pub addr: Addr,
+    /// Its length in bytes.
+    pub bytes: u64,
+    /// Where that is.
+    pub place: Place,
+    /// The stream that wrote it; `None` where the CPU did, and it is there already.
+    pub stream: Option<Stream>,
+    /// Forward this import; `addr` 0 stands for all of it.
+    pub import: Option<u64>,
+    /// The receiver is to map it read-only.
+    pub read_only: bool,
+}
+
+/// A tensor that was received.
+#[derive(Debug, Clone, Copy)]
+pub struct Incoming {
+    /// Where it is mapped here; 0 if it is not (yet), or has no bytes.
+    pub addr: Addr,
+    /// Its length in bytes.
+    pub bytes: u64,
+    /// The import, to be released once; 0 for one without bytes.
+    pub import: u64,
+    /// The device of the arena that holds it.
+    pub place: Place,
+    /// The receiver may not write.
+    pub read_only: bool,
+}
+
+/// A message that was received.
+#[derive(Debug)]
+pub struct Message {
+    /// The sender's tree.
+    pub tree: Box<RawValue>,
+    /// Its tensors.
+    pub tensors: Vec<Incoming>,
+}
+
+/// How to receive.
+pub struct ReceiveOptions<'a> {
+    /// How long to wait for a message.
+    pub timeout: Option<Duration>,
+    /// Map nothing and wait for nothing: the imports are opened later, or only forwarded.
+    pub lazy: bool,
+    /// Block until READY is reached, or its producer has died.
+    pub wait: bool,
+    /// The stream of a device that later work will use. `None`: the CPU reads, so READY is waited for here.
+    pub stream: &'a dyn Fn(&DeviceInfo) -> Option<Stream>,
+}
+
+/// What a send has done so far, to be undone if it fails.
+struct Draft<'a> {
+    client: &'a Client,
+    holds: Vec<HoldRef>,
+    signals: Vec<Signal>,
+    of_stream: HashMap<(u32, u64), u32>,
+    tensors: Vec<Descriptor>,
+    copied: Vec<(Arc<Opened>, Addr)>,
+    copied_bytes: u64,
+}
+
+impl Draft<'_> {
+    fn abandon(self) {
+        self.holds.iter().for_each(|hold| cancel(&self.client.shared.control, *hold));
+        self.free_copies();
+        self.client.shared.leases.reap();
+    }
+
+    /// Copies belong to their leases alone.
+    fn free_copies(&self) {
+        for (opened, addr) in &self.copied {
+            if let Err(error) = opened.heap.free(*addr) {
+                tracing::error!(%error, "a copy could not be freed");
+            }
+        }
+    }
+
+    /// The number of a signal in the message.
+    fn signal(&mut self, signal: Signal) -> u32 {
+        let at = self.signals.iter().position(|s| *s == signal).unwrap_or_else(|| {
+            self.signals.push(signal);
+            self.signals.len() - 1
+        });
+        at as u32
+    }
+}
+
+impl Client {
+    /// Sends a message. Every hold is made before the frame leaves, so the caller may free everything at once. Returns which
+    /// tensors had to be copied into the arena.
+    ///
+    /// # Errors
+    /// [`Error`]; then nothing was sent and nothing is held.
+    pub fn send(
+        &self,
+        channel: &Channel,
+        tree: Box<RawValue>,
+        tensors: &[Outgoing],
+        timeout: Option<Duration>,
+    ) -> Result<Vec<bool>, Error> {
+        self.check_alive()?;
+        let mut draft = Draft {
+            client: self,
+            holds: Vec::with_capacity(tensors.len()),
+            signals: Vec::new(),
+            of_stream: HashMap::new(),
+            tensors: Vec::with_capacity(tensors.len()),
+            copied: Vec::new(),
+            copied_bytes: 0,
+        };
+        let copied = match self.draft(&mut draft, channel.peer().client, tensors) {
+            Ok(copied) => copied,
+            Err(error) => {
+                draft.abandon();
+                return Err(error);
+            }
+        };
+        let frame = Frame {
+            tree,
+            ready: draft.signals.iter().map(|signal| (signal.timeline, signal.value)).collect(),
+            tensors: std::mem::take(&mut draft.tensors),
+        };
+        let sent =
+            serde_json::to_vec(&frame).map_err(|error| Error::Internal(error.to_string())).and_then(|body| channel.send(&body, timeout));
+        if let Err(error) = sent {
+            draft.abandon();
+            return Err(error);
+        }
+        draft.free_copies();
+        let counters = &self.counters;
+        counters.sent_messages.fetch_add(1, Ordering::Relaxed);
+        counters.sent_tensors.fetch_add(tensors.len() as u64, Ordering::Relaxed);
+        counters.copied_tensors.fetch_add(draft.copied.len() as u64, Ordering::Relaxed);
+        counters.copied_bytes.fetch_add(draft.copied_bytes, Ordering::Relaxed);
+        Ok(copied)
+    }
+
+    fn draft(&self, draft: &mut Draft<'_>, receiver: u32, tensors: &[Outgoing]) -> Result<Vec<bool>, Error> {
+        let receiver = receiver as u8;
+        let mut copied = vec![false; tensors.len()];
+        let mut on: Vec<Option<(Arc<Opened>, Stream)>> = Vec::with_capacity(tensors.len());
+        for (tensor, copied) in tensors.iter().zip(&mut copied) {
+            if tensor.bytes == 0 && tensor.import.is_none() {
+                draft.tensors.push(Descriptor {
+                    window: NOWHERE,
+                    offset: 0,
+                    bytes: 0,
+                    epochs: Vec::new(),
+                    hold: (0, 0, 0),
+                    ready: Vec::new(),
+                    read_only: false,
+                });
+                on.push(None);
+                continue;
+            }
+            on.push(self.export(draft, tensor, receiver, copied)?);
+        }
+        // One signal a stream and message, after everything that the message needs has been queued.
+        for (number, on) in on.into_iter().enumerate() {
+            let Some((opened, stream)) = on else { continue };
+            let key = (opened.index, stream.0);
+            let signal = match draft.of_stream.get(&key) {
+                Some(signal) => *signal,
+                None => {
+                    let signal = opened.timelines.signal(stream)?;
+                    self.imports.part_with(opened.index, opened.driver.stream_id(stream)?, || Some(signal));
+                    let at = draft.signal(signal);
+                    draft.of_stream.insert(key, at);
+                    at
+                }
+            };
+            if let Some(descriptor) = draft.tensors.get_mut(number) {
+                descriptor.ready.push(signal);
+            }
+        }
+        Ok(copied)
+    }
+
+    /// Adds one tensor to a draft; returns the stream that must signal for it.
+    fn export(
+        &self,
+        draft: &mut Draft<'_>,
+        tensor: &Outgoing,
+        receiver: u8,
+        copied: &mut bool,
+    ) -> Result<Option<(Arc<Opened>, Stream)>, Error> {
+        if let Some(handle) = tensor.import {
+            let import = self.imports.with(handle, |import| import.clone())?;
+            return self.pass_on(draft, &import, tensor, receiver);
+        }
+        let device = self.device(tensor.place)?;
+        let opened = device.open()?;
+        match opened.locate(tensor.addr) {
+            Some((window, _)) if window != opened.window => {
+                let (_, import) = self.imports.find(tensor.addr).ok_or_else(|| {
+                    Error::Stale(format!("{:#x} lies in another process's window, but nothing there is held here any more", tensor.addr))
+                })?;
+                return self.pass_on(draft, &import, tensor, receiver);
+            }
+            Some((_, offset)) => {
+                let (block, block_bytes) = opened
+                    .heap
+                    .block_at(tensor.addr)
+                    .ok_or_else(|| Error::InvalidArgument(format!("{:#x} is in no live block of the arena", tensor.addr)))?;
+                if tensor.addr + tensor.bytes > block + block_bytes {
+                    return Err(Error::InvalidArgument(format!(
+                        "{} bytes at {:#x} reach beyond their block of {block_bytes} at {block:#x}",
+                        tensor.bytes, tensor.addr
+                    )));
+                }
+                self.lend(draft, &opened, block, (offset, tensor.bytes), tensor, receiver)?;
+            }
+            None => {
+                *copied = true;
+                let stream = tensor.stream.unwrap_or(Stream::LEGACY);
+                let copy = opened.heap.allocate(tensor.bytes, stream)?;
+                draft.copied.push((opened.clone(), copy));
+                draft.copied_bytes += tensor.bytes;
+                self.copy_in(&opened, copy, tensor, stream)?;
+                let offset = copy - opened.heap.window().base();
+                self.lend(draft, &opened, copy, (offset, tensor.bytes), tensor, receiver)?;
+            }
+        }
+        Ok(tensor.stream.map(|stream| (opened, stream)))
+    }
+
+    fn lend(
+        &self,
+        draft: &mut Draft<'_>,
+        opened: &Arc<Opened>,
+        block: Addr,
+        range: (u64, u64),
+        tensor: &Outgoing,
+        receiver: u8,
+    ) -> Result<(), Error> {
+        let hold = self.shared.leases.lend(&opened.heap, opened.window, block, range, receiver)?;
+        draft.holds.push(hold);
+        draft.tensors.push(Descriptor {
+            window: opened.window,
+            offset: range.0,
+            bytes: range.1,
+            epochs: opened.own_epochs(range.0, range.1),
+            hold: (hold.producer, hold.index, hold.generation),
+            ready: Vec::new(),
+            read_only: tensor.read_only,
+        });
+        Ok(())
+    }
+
+    /// Another's bytes go on to a third: its hold is made in the producer's table, while ours still stands.
+    fn pass_on(
+        &self,
+        draft: &mut Draft<'_>,
+        import: &Import,
+        tensor: &Outgoing,
+        receiver: u8,
+    ) -> Result<Option<(Arc<Opened>, Stream)>, Error> {
+        let (offset, bytes) = match (tensor.addr, import.addr) {
+            (0, _) => (import.offset, import.bytes),
+            (addr, Some(start)) if addr >= start && addr + tensor.bytes <= start + import.bytes => {
+                (import.offset + (addr - start), tensor.bytes)
+            }
+            (addr, _) => {
+                return Err(Error::InvalidArgument(format!(
+                    "{} bytes at {addr:#x} are not part of the value that is forwarded",
+                    tensor.bytes
+                )))
+            }
+        };
+        let hold = forward(&self.shared.control, self.shared.me, import.hold, (offset, bytes), receiver)?;
+        draft.holds.push(hold);
+        let unreached = |s: &&Signal| self.shared.control.timeline(s.timeline).is_some_and(|word| word.reached(s.value) != Reached::Yes);
+        let ready =
+            import.ready.iter().filter(unreached).copied().collect::<Vec<_>>().into_iter().map(|signal| draft.signal(signal)).collect();
+        // The range may touch fewer chunks than the import.
+        let epochs = match (import.epochs.len(), import.addr) {
+            (0 | 1, _) | (_, None) => import.epochs.clone(),
+            _ => self.device_at(import.device)?.open()?.epochs_in(import.window, offset, bytes),
+        };
+        draft.tensors.push(Descriptor {
+            window: import.window,
+            offset,
+            bytes,
+            epochs,
+            hold: (hold.producer, hold.index, hold.generation),
+            ready,
+            read_only: tensor.read_only,
+        });
+        // If our streams may have written it, they too must be done first.
+        let Some(stream) = tensor.stream.filter(|_| import.addr.is_some()) else { return Ok(None) };
+        let opened = self.device_at(import.device)?.open()?;
+        Ok(Some((opened, stream)))
+    }
+
+    fn copy_in(&self, opened: &Opened, to: Addr, tensor: &Outgoing, stream: Stream) -> Result<(), Error> {
+        if opened.driver.is_host() {
+            // The CPU reads the source, so the CPU copies it; by the time this returns, the caller may change it.
+            let id = StreamWait { opened, stream };
+            return id.copy_host(to, tensor.addr, tensor.bytes);
+        }
+        Ok(opened.driver.copy(to, tensor.addr, tensor.bytes, stream)?)
+    }
+
+    /// Receives a message.
+    ///
+    /// # Errors
+    /// [`Error::Timeout`], [`Error::Closed`], [`Error::Stale`] for a value that is not what it was; with `wait`,
+    /// [`Error::PeerDied`] for one that never got ready. Nothing of a failed message stays held.
+    pub fn receive(&self, channel: &Channel, options: &ReceiveOptions<'_>) -> Result<Message, Error> {
+        self.check_alive()?;
+        let frame = match channel.receive(options.timeout) {
+            Ok(frame) => frame,
+            Err(error) => {
+                if matches!(error, Error::Closed(_) | Error::Protocol(_)) {
+                    self.drop_unread(channel.peer().client);
+                }
+                return Err(error);
+            }
+        };
+        let mut tensors = Vec::with_capacity(frame.tensors.len());
+        let result = self.take_up(&frame, options, &channel.peer().name, &mut tensors);
+        if let Err(error) = result {
+            tensors.iter().for_each(|tensor| drop(self.release(tensor.import)));
+            for descriptor in frame.tensors.iter().skip(tensors.len()) {
+                let (producer, index, generation) = descriptor.hold;
+                self.imports.finish(HoldRef { producer, index, generation }, None);
+            }
+            return Err(error);
+        }
+        self.counters.received_messages.fetch_add(1, Ordering::Relaxed);
+        self.counters.received_tensors.fetch_add(tensors.len() as u64, Ordering::Relaxed);
+        Ok(Message { tree: frame.tree, tensors })
+    }
+
+    fn take_up(&self, frame: &Frame, options: &ReceiveOptions<'_>, sender: &str, tensors: &mut Vec<Incoming>) -> Result<(), Error> {
+        for descriptor in &frame.tensors {
+            if descriptor.window == NOWHERE {
+                tensors.push(Incoming { addr: 0, bytes: 0, import: 0, place: Place::Host, read_only: false });
+                continue;
+            }
+            let (device, _) = self.window(descriptor.window)?;
+            let device = self.device_at(device)?;
+            let ready = descriptor.ready.iter().map(|number| {
+                let found = frame.ready.get(*number as usize).map(|(timeline, value)| Signal { timeline: *timeline, value: *value });
+                found.filter(|signal| self.shared.control.timeline(signal.timeline).is_some())
+            });
+            let ready = ready
+                .collect::<Option<Vec<_>>>()
+                .ok_or_else(|| Error::Protocol("a value names a signal that the message does not have".to_owned()))?;
+            let (producer, index, generation) = descriptor.hold;
+            let import = Import {
+                hold: HoldRef { producer, index, generation },
+                window: descriptor.window,
+                device: device.grant.index,
+                offset: descriptor.offset,
+                bytes: descriptor.bytes,
+                epochs: descriptor.epochs.clone(),
+                ready,
+                addr: None,
+                streams: Vec::new(),
+                died_ready: None,
+                sender: sender.to_owned(),
+            };
+            let handle = self.imports.add(import)?;
+            let place = if device.is_host() { Place::Host } else { Place::Device(device.id) };
+            tensors.push(Incoming { addr: 0, bytes: descriptor.bytes, import: handle, place, read_only: descriptor.read_only });
+            if options.lazy {
+                continue;
+            }
+            let stream = (options.stream)(device.open()?.driver.device());
+            let addr = self.open_import(handle, stream, options.wait, options.timeout)?;
+            if let Some(last) = tensors.last_mut() {
+                last.addr = addr;
+            }
+        }
+        Ok(())
+    }
+
+    /// Maps an import, if it is not, and makes a stream wait for READY; without a stream, or with `wait`, this thread waits.
+    ///
+    /// # Errors
+    /// [`Error::PeerDied`] if READY never comes, [`Error::Stale`], [`Error::Timeout`].
+    pub fn open_import(&self, handle: u64, stream: Option<Stream>, wait: bool, timeout: Option<Duration>) -> Result<Addr, Error> {
+        let import = self.imports.with(handle, |import| import.clone())?;
+        if import.died_ready == Some(false) {
+            return Err(died(&import));
+        }
+        let opened = self.device_at(import.device)?.open()?;
+        let addr = match import.addr {
+            Some(addr) => addr,
+            None => opened.resolve(import.window, import.offset, import.bytes, &import.epochs)?,
+        };
+        // On every import: the same block may have been sent again with new contents.
+        let on_cpu = wait || stream.is_none() || self.host_waits;
+        for signal in import.ready.iter().filter(|_| import.died_ready.is_none()) {
+            match stream {
+                Some(stream) if !on_cpu => match opened.timelines.wait(stream, *signal) {
+                    Err(millpond_allocator::timeline::TimelineError::Dead(_)) => return Err(died(&import)),
+                    result => result?,
+                },
+                _ => {
+                    self.await_signal(*signal, timeout)
+                        .map_err(|error| if matches!(error, Error::PeerDied(_)) { died(&import) } else { error })?
+                }
+            }
+        }
+        let id = stream.map(|stream| opened.driver.stream_id(stream)).transpose()?;
+        self.imports.with(handle, |import| {
+            import.addr = Some(addr);
+            if let Some(id) = id.filter(|id| !import.streams.contains(id)) {
+                import.streams.push(id);
+            }
+        })?;
+        if let (Some(stream), Some(id)) = (stream, id) {
+            self.part(&opened, stream, id);
+        }
+        Ok(addr)
+    }
+
+    /// Queues the DONE of what was let go of on this stream, now that somebody hands it to us.
+    fn part(&self, opened: &Opened, stream: Stream, id: millpond_allocator::driver::StreamId) {
+        if self.imports.wants_signal(opened.index, id) {
+            self.imports.part_with(opened.index, id, || opened.timelines.signal(stream).ok());
+        }
+    }
+
+    /// Blocks until a value is what was sent.
+    ///
+    /// # Errors
+    /// [`Error::PeerDied`], [`Error::Timeout`].
+    pub fn import_ready(&self, handle: u64, timeout: Option<Duration>) -> Result<(), Error> {
+        let import = self.imports.with(handle, |import| import.clone())?;
+        match import.died_ready {
+            Some(true) => Ok(()),
+            Some(false) => Err(died(&import)),
+            None => import.ready.iter().try_for_each(|signal| {
+                self.await_signal(*signal, timeout).map_err(|error| if matches!(error, Error::PeerDied(_)) { died(&import) } else { error })
+            }),
+        }
+    }
+
+    /// Lets go of an import. Never blocks, never calls the driver; DONE follows on the GPU's time.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] for one that was released before.
+    pub fn release(&self, handle: u64) -> Result<(), Error> {
+        if handle == 0 {
+            return Ok(());
+        }
+        let parting = self.imports.release(handle, |import| !import.streams.is_empty())?;
+        if parting {
+            self.nudge();
+        }
+        Ok(())
+    }
+
+    /// Notes that a stream uses an import, so that its DONE follows that stream too. False for an address of no import.
+    ///
+    /// # Errors
+    /// What the driver says of the stream.
+    pub fn record_import_stream(&self, addr: Addr, place: Place, stream: Stream) -> Result<bool, Error> {
+        let opened = self.device(place)?.open()?;
+        Ok(self.imports.record_stream(addr, opened.driver.stream_id(stream)?))
+    }
+
+    /// Waits until every receiver of the block at an address is done with it: the stream on the GPU, and without one, or where
+    /// a receiver still holds it, this thread.
+    ///
+    /// # Errors
+    /// [`Error::Timeout`].
+    pub fn wait_done(&self, addr: Addr, place: Place, stream: Option<Stream>, timeout: Option<Duration>) -> Result<(), Error> {
+        let opened = self.device(place)?.open()?;
+        let Some((block, _)) = opened.heap.block_at(addr) else { return Ok(()) };
+        let offset = block - opened.heap.window().base();
+        let deadline = timeout.map(|t| Instant::now() + t);
+        let mut pause = Pause::default();
+        loop {
+            let Some(holds) = self.shared.leases.holds_of(opened.window, offset) else { return Ok(()) };
+            if let Some(done) = holds.iter().copied().collect::<Option<Vec<_>>>() {
+                for (timeline, value) in done {
+                    let signal = Signal { timeline, value };
+                    match stream {
+                        Some(stream) => match opened.timelines.wait(stream, signal) {
+                            Ok(()) | Err(millpond_allocator::timeline::TimelineError::Dead(_)) => {}
+                            Err(error) => return Err(error.into()),
+                        },
+                        None => match self.await_signal(signal, deadline.map(|at| at.saturating_duration_since(Instant::now()))) {
+                            Ok(()) | Err(Error::PeerDied(_)) => {}
+                            Err(error) => return Err(error),
+                        },
+                    }
+                }
+                return Ok(());
+            }
+            if !pause.wait(deadline) {
+                return Err(Error::Timeout("a receiver still holds the block".to_owned()));
+            }
+        }
+    }
+
+    /// [`Client::open_import`] for a caller that has a GPU's stream at hand and does not know whether the value is on one.
+    ///
+    /// # Errors
+    /// As [`Client::open_import`].
+    pub fn open_on(&self, handle: u64, stream: Stream, wait: bool) -> Result<Incoming, Error> {
+        let (device, bytes) = self.imports.with(handle, |import| (import.device, import.bytes))?;
+        let device = self.device_at(device)?;
+        let (place, stream) = if device.is_host() { (Place::Host, None) } else { (Place::Device(device.id), Some(stream)) };
+        let addr = self.open_import(handle, stream, wait, None)?;
+        Ok(Incoming { addr, bytes, import: handle, place, read_only: false })
+    }
+
+    /// Notes that a stream uses whatever of ours is at an address: a block, an import, or nothing.
+    ///
+    /// # Errors
+    /// What the driver says of the stream.
+    pub fn record_anywhere(&self, addr: Addr, stream: Stream) -> Result<(), Error> {
+        for opened in self.devices.iter().filter_map(Device::if_open) {
+            match opened.locate(addr) {
+                Some((window, _)) if window == opened.window && !self.imports.holds_own(addr) => {
+                    drop(opened.heap.record_stream(addr, stream)?)
+                }
+                Some(_) => drop(self.imports.record_stream(addr, opened.driver.stream_id(stream)?)),
+                None => {}
+            }
+        }
+        Ok(())
+    }
+
+    /// Frees a block of any device.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] for an address that is no live block.
+    pub fn free(&self, addr: Addr) -> Result<(), Error> {
+        let heap = self
+            .devices
+            .iter()
+            .filter_map(Device::if_open)
+            .map(|opened| opened.heap.clone())
+            .find(|h| h.window().offset_of(addr).is_some());
+        heap.ok_or_else(|| Error::InvalidArgument(format!("{addr:#x} lies in no window of this process")))?.free(addr).map_err(Error::from)
+    }
+
+    /// [`Client::wait_done`] for a caller that does not know the device.
+    ///
+    /// # Errors
+    /// As [`Client::wait_done`].
+    pub fn wait_done_at(&self, addr: Addr, stream: Stream, wait: bool, timeout: Option<Duration>) -> Result<(), Error> {
+        let found = self.devices.iter().find(|device| device.if_open().is_some_and(|o| o.heap.window().offset_of(addr).is_some()));
+        let Some(device) = found else { return Ok(()) };
+        let stream = (!device.is_host() && !wait).then_some(stream);
+        self.wait_done(addr, Place::Device(device.id), stream, timeout)
+    }
+
+    fn await_signal(&self, signal: Signal, timeout: Option<Duration>) -> Result<(), Error> {
+        let deadline = timeout.map(|t| Instant::now() + t);
+        let word =
+            self.shared.control.timeline(signal.timeline).ok_or_else(|| Error::Protocol(format!("no timeline {}", signal.timeline)))?;
+        let mut pause = Pause::default();
+        loop {
+            match word.reached(signal.value) {
+                Reached::Yes => return Ok(()),
+                Reached::Never => return Err(Error::PeerDied("its producer died before the value was ready".to_owned())),
+                Reached::No => {}
+            }
+            if !pause.wait(deadline) {
+                return Err(Error::Timeout("the value was not ready in time".to_owned()));
+            }
+        }
+    }
+}
+
+fn died(import: &Import) -> Error {
+    Error::PeerDied(format!(
+        "the process that made this value died before it was ready ({} bytes, received from {}): its bytes are not what was to be sent",
+        import.bytes, import.sender
+    ))
+}
+
+/// Waits a little, and a little longer each time: a word in shared memory that a GPU or another process will change.
+#[derive(Debug, Default)]
+struct Pause(u32);
+
+impl Pause {
+    /// False when the deadline has passed.
+    fn wait(&mut self, deadline: Option<Instant>) -> bool {
+        self.0 = self.0.saturating_add(1);
+        match self.0 {
+            0..=500 => std::hint::spin_loop(),
+            501..=600 => std::thread::yield_now(),
+            n => std::thread::sleep(Duration::from_micros(u64::from(n - 600).min(500))),
+        }
+        deadline.is_none_or(|at| Instant::now() < at)
+    }
+}
+
+/// Copies on the host device, ordered behind a stream.
+struct StreamWait<'a> {
+    opened: &'a Opened,
+    stream: Stream,
+}
+
+impl StreamWait<'_> {
+    fn copy_host(&self, to: Addr, from: Addr, bytes: u64) -> Result<(), Error> {
+        self.opened.driver.copy(to, from, bytes, self.stream)?;
+        Ok(self.opened.driver.stream_synchronize(self.stream)?)
+    }
+}

@@ -1,0 +1,291 @@
+//! The ledger: who holds how much, per device and per client. Read from the control memory, with no help of the owner.
+
+use std::fmt;
+use std::sync::atomic::Ordering;
+
+use millpond_allocator::driver::DeviceId;
+use serde::Serialize;
+
+use crate::control::{ClientState, Control, DeviceRow, GrantRow, LiveRow, MAX_CLIENTS, MAX_DEVICES};
+
+/// Everything that is held under one owner, at one moment. Sizes are in bytes.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct Ledger {
+    /// The arena's boot token, in hexadecimal.
+    pub token: String,
+    /// Its devices.
+    pub devices: Vec<DeviceLedger>,
+}
+
+/// One device.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct DeviceLedger {
+    /// Its identity.
+    pub id: String,
+    /// Its name.
+    pub name: String,
+    /// Its memory.
+    pub total: u64,
+    /// What the arena may take of it.
+    pub limit: u64,
+    /// What it has taken: the clients' reserved, the retired and the orphaned together.
+    pub reserved: u64,
+    /// The most that it ever took.
+    pub peak: u64,
+    /// Given back by its client, still mapped by another.
+    pub retired: u64,
+    /// Left by dead clients, still read by others.
+    pub orphaned: u64,
+    /// Growths granted so far.
+    pub growths: u64,
+    /// Growths refused so far.
+    pub refusals: u64,
+    /// Clients buried so far.
+    pub deaths: u64,
+    /// Those who are attached, or dead with something left.
+    pub clients: Vec<ClientLedger>,
+}
+
+/// One client's use of one device.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct ClientLedger {
+    /// Its slot.
+    pub client: u32,
+    /// Which client of that slot it is.
+    pub serial: u64,
+    /// Its process id, as the owner sees it.
+    pub pid: u64,
+    /// When that process began, in clock ticks since boot.
+    pub start_time: u64,
+    /// Its name.
+    pub name: String,
+    /// How it is: see [`ClientState::name`].
+    pub state: &'static str,
+    /// `parent` or `worker`.
+    pub role: &'static str,
+    /// Bytes of its chunks.
+    pub reserved: u64,
+    /// The most that they ever were.
+    pub peak_reserved: u64,
+    /// How many chunks.
+    pub chunks: u64,
+    /// Its own limit; zero: only the arena's.
+    pub limit: u64,
+    /// Given back, still mapped by others.
+    pub retired: u64,
+    /// Bytes of live blocks.
+    pub allocated: u64,
+    /// The most that they ever were.
+    pub peak_allocated: u64,
+    /// How many blocks.
+    pub blocks: u64,
+    /// Bytes asked for, without rounding.
+    pub requested: u64,
+    /// The largest free block.
+    pub largest_free: u64,
+    /// Bytes of its blocks that others hold.
+    pub leased_out: u64,
+    /// Bytes of others' blocks that it holds.
+    pub leased_in: u64,
+    /// Out-of-memory errors so far.
+    pub out_of_memory: u64,
+    /// How old its last beat is, in milliseconds.
+    pub beat_age_ms: u64,
+}
+
+impl Ledger {
+    /// Reads it. `now_ms` is `CLOCK_MONOTONIC` in milliseconds. Rows are whole; the ledger as one is not frozen.
+    #[must_use]
+    pub fn read(control: &Control, now_ms: u64) -> Self {
+        let [high, low] = control.token();
+        let devices = (0..MAX_DEVICES as u32).filter_map(|device| DeviceLedger::read(control, device, now_ms)).collect();
+        Self { token: format!("{high:016x}{low:016x}"), devices }
+    }
+}
+
+impl DeviceLedger {
+    fn read(control: &Control, device: u32, now_ms: u64) -> Option<Self> {
+        let row: DeviceRow = control.device(device)?.read()?;
+        if (row.id_high, row.id_low) == (0, 0) {
+            return None;
+        }
+        let id = u128::from(row.id_high) << 64 | u128::from(row.id_low);
+        let clients = (0..MAX_CLIENTS as u32).filter_map(|client| ClientLedger::read(control, client, device, now_ms));
+        Some(Self {
+            id: DeviceId::from_uuid(id.to_be_bytes()).to_string(),
+            name: row.name(),
+            total: row.total,
+            limit: row.limit,
+            reserved: row.reserved,
+            peak: row.peak,
+            retired: row.retired,
+            orphaned: row.orphaned,
+            growths: row.growths,
+            refusals: row.refusals,
+            deaths: row.deaths,
+            clients: clients.collect(),
+        })
+    }
+}
+
+impl ClientLedger {
+    fn read(control: &Control, client: u32, device: u32, now_ms: u64) -> Option<Self> {
+        let row = control.client(client)?.read()?;
+        let state = ClientState::from_word(row.state);
+        if state == ClientState::Gone {
+            return None;
+        }
+        let grant: GrantRow = control.grant(client, device)?.read().unwrap_or_default();
+        let live: LiveRow = control.live(client, device)?.read().unwrap_or_default();
+        let beat = control.beat(client)?.load(Ordering::Relaxed);
+        Some(Self {
+            client,
+            serial: row.serial,
+            pid: row.pid,
+            start_time: row.start_time,
+            name: row.name(),
+            state: state.name(),
+            role: if row.role == 0 { "parent" } else { "worker" },
+            reserved: grant.reserved,
+            peak_reserved: grant.peak,
+            chunks: grant.chunks,
+            limit: grant.limit,
+            retired: grant.retired,
+            allocated: live.allocated,
+            peak_allocated: live.peak,
+            blocks: live.blocks,
+            requested: live.requested,
+            largest_free: live.largest_free,
+            leased_out: live.leased_out,
+            leased_in: live.leased_in,
+            out_of_memory: live.out_of_memory,
+            beat_age_ms: now_ms.saturating_sub(beat),
+        })
+    }
+}
+
+/// A size as a person reads it.
+fn size(bytes: u64) -> String {
+    match bytes {
+        0 => "0".to_owned(),
+        1..=0xf_ffff => format!("{:.1} KiB", bytes as f64 / 1024.0),
+        0x10_0000..=0x3fff_ffff => format!("{:.1} MiB", bytes as f64 / f64::from(1 << 20)),
+        _ => format!("{:.2} GiB", bytes as f64 / f64::from(1 << 30)),
+    }
+}
+
+const HEADINGS: [&str; 10] = ["client", "pid", "state", "reserved", "peak", "chunks", "allocated", "blocks", "leased out", "leased in"];
+
+/// A table for people.
+impl fmt::Display for Ledger {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for (n, device) in self.devices.iter().enumerate() {
+            if n > 0 {
+                writeln!(f)?;
+            }
+            write!(f, "{device}")?;
+        }
+        Ok(())
+    }
+}
+
+impl fmt::Display for DeviceLedger {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        writeln!(f, "{}  {}", self.id, self.name)?;
+        write!(f, "  {} of {} reserved (peak {}, device {})", size(self.reserved), size(self.limit), size(self.peak), size(self.total))?;
+        writeln!(f, ", {} retired, {} orphaned", size(self.retired), size(self.orphaned))?;
+        writeln!(f, "  {} growths, {} refusals, {} deaths", self.growths, self.refusals, self.deaths)?;
+        if self.clients.is_empty() {
+            return writeln!(f, "  nobody is attached");
+        }
+        let rows: Vec<[String; 10]> = self.clients.iter().map(ClientLedger::cells).collect();
+        let width = |column: usize| {
+            let cells = rows.iter().filter_map(|row| row.get(column)).map(|cell| cell.chars().count());
+            cells.chain(HEADINGS.get(column).map(|heading| heading.len())).max().unwrap_or(0)
+        };
+        let widths: Vec<usize> = (0..HEADINGS.len()).map(width).collect();
+        let heading = HEADINGS.map(str::to_owned);
+        for row in std::iter::once(&heading).chain(&rows) {
+            write!(f, " ")?;
+            for (column, (cell, width)) in row.iter().zip(&widths).enumerate() {
+                if column == 0 {
+                    write!(f, " {cell:<width$}")?;
+                } else {
+                    write!(f, "  {cell:>width$}")?;
+                }
+            }
+            writeln!(f)?;
+        }
+        Ok(())
+    }
+}
+
+impl ClientLedger {
+    fn cells(&self) -> [String; 10] {
+        [
+            self.name.clone(),
+            self.pid.to_string(),
+            self.state.to_owned(),
+            size(self.reserved),
+            size(self.peak_reserved),
+            self.chunks.to_string(),
+            size(self.allocated),
+            self.blocks.to_string(),
+            size(self.leased_out),
+            size(self.leased_in),
+        ]
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::control::ClientRow;
+
+    fn control() -> Control {
+        let control = Control::create([0xab, 7], 1).unwrap();
+        let id = u128::from_be_bytes(DeviceId::host(0).bytes());
+        let mut device =
+            DeviceRow { id_high: (id >> 64) as u64, id_low: id as u64, total: 8 << 30, limit: 4 << 30, ..DeviceRow::default() };
+        device.reserved = 3 << 30;
+        device.retired = 1 << 30;
+        device.name[..4].copy_from_slice(b"host");
+        control.device(0).unwrap().write(&device);
+        for (slot, name, reserved) in [(0, b"parent", 1_u64 << 30), (5, b"worker", 1 << 30)] {
+            let mut row = ClientRow { serial: 1, state: ClientState::Alive as u64, pid: 10, role: u64::from(slot), ..ClientRow::default() };
+            row.name[..6].copy_from_slice(name);
+            control.client(slot).unwrap().write(&row);
+            control.grant(slot, 0).unwrap().write(&GrantRow { reserved, chunks: 1, ..GrantRow::default() });
+            control.beat(slot).unwrap().store(900, Ordering::Relaxed);
+        }
+        control
+    }
+
+    #[test]
+    fn it_says_who_holds_what() {
+        let ledger = Ledger::read(&control(), 1_000);
+        assert_eq!(ledger.token, "00000000000000ab0000000000000007");
+        let [device] = ledger.devices.as_slice() else { panic!("{ledger:?}") };
+        assert_eq!((device.id.as_str(), device.name.as_str()), ("HOST-0", "host"));
+        let names: Vec<_> = device.clients.iter().map(|c| (c.client, c.name.as_str(), c.role, c.state, c.beat_age_ms)).collect();
+        assert_eq!(names, [(0, "parent", "parent", "alive", 100), (5, "worker", "worker", "alive", 100)]);
+        let sum: u64 = device.clients.iter().map(|c| c.reserved).sum();
+        assert_eq!(sum + device.retired + device.orphaned, device.reserved);
+    }
+
+    #[test]
+    fn those_who_are_gone_are_not_in_it() {
+        let control = control();
+        control.client(5).unwrap().write(&ClientRow { serial: 1, ..ClientRow::default() });
+        assert_eq!(Ledger::read(&control, 0).devices[0].clients.len(), 1);
+    }
+
+    #[test]
+    fn the_table_is_aligned() {
+        let text = Ledger::read(&control(), 1_000).to_string();
+        let rows: Vec<&str> = text.lines().skip(3).collect();
+        assert_eq!(rows.len(), 3, "{text}");
+        assert!(rows.iter().all(|row| row.len() == rows[0].len()), "{text}");
+        assert!(text.contains("3.00 GiB of 4.00 GiB reserved") && rows[1].contains("1.00 GiB"), "{text}");
+    }
+}

@@ -1,0 +1,175 @@
+//! The dead: their timelines are poisoned, their holds done, their memory taken back; what others still read is kept for
+//! them, chunk by chunk, until the last hold is done.
+
+use std::collections::BTreeSet;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+use millpond_allocator::timeline::Reached;
+
+use super::estate::Fate;
+use super::{rows, Ended, Owner};
+use crate::control::{ClientRow, Hold, HoldState, TIMELINES_PER_CLIENT};
+use crate::wire::{Ask, Role};
+
+/// How soon after something moved the dead are looked at again, and how late at most: what others do with their holds is
+/// seen in shared memory only.
+const SOON: Duration = Duration::from_millis(10);
+const LATE: Duration = Duration::from_millis(250);
+
+/// When the dead with something left are looked at next.
+#[derive(Debug)]
+pub(super) struct Watch {
+    next: Instant,
+    step: Duration,
+    changes: u64,
+}
+
+impl Watch {
+    pub(super) fn new(now: Instant) -> Self {
+        Self { next: now, step: SOON, changes: 0 }
+    }
+}
+
+impl Owner {
+    /// Buries a client of which nothing runs any more. Exact, and harmless if it is done twice.
+    pub(super) fn bury(&mut self, slot: u32) {
+        let Some(client) = self.client_mut(slot).filter(|client| !client.buried) else { return };
+        client.buried = true;
+        let (peer, role) = (client.peer(), client.role);
+        tracing::info!(client = slot, name = peer.name, pid = peer.pid, "client gone");
+        for word in self.control.timelines(slot).unwrap_or_default() {
+            word.poison();
+        }
+        self.end_holds(slot);
+        self.estate.count_death(slot);
+        self.estate.drop_importer_everywhere(slot);
+        for epoch in self.estate.chunks_of(slot) {
+            if self.estate.holding(epoch).is_some_and(|holding| holding.fate == Fate::Held) {
+                self.estate.orphan(epoch);
+            }
+        }
+        self.tell_all(Some(slot), &Ask::Died { peer });
+        // Others' chunks may be free by this too, and so may those of the dead that this one read.
+        for dead in rows::slots() {
+            self.settle(dead);
+        }
+        self.wake_orphans();
+        self.memory_came_back();
+        if role == Role::Parent && self.config.parent_pid.is_some() {
+            self.ended = Some(Ended::ParentEnded);
+        }
+    }
+
+    /// Ends every hold that a dead client would have had to end, in everybody's table.
+    fn end_holds(&mut self, slot: u32) {
+        let own = slot as usize * TIMELINES_PER_CLIENT..(slot as usize + 1) * TIMELINES_PER_CLIENT;
+        for producer in rows::slots() {
+            for hold in rows::used_holds(&self.control, producer) {
+                loop {
+                    let word = hold.word();
+                    let making = word.state() == HoldState::Making && u32::from(word.sender()) == slot;
+                    let taken = matches!(word.state(), HoldState::InFlight | HoldState::Held) && u32::from(word.receiver()) == slot;
+                    // Its owner may have changed it in between: then it is looked at again.
+                    if !(making || taken) || hold.bury(word) {
+                        break;
+                    }
+                }
+                let named = hold.done().filter(|(timeline, _)| own.contains(&(*timeline as usize)));
+                if let (HoldState::Done, Some((timeline, value))) = (hold.word().state(), named) {
+                    let highest = self.named_values.entry(timeline).or_default();
+                    *highest = value.max(*highest);
+                }
+            }
+        }
+    }
+
+    /// Whether a hold of a dead producer is over. What is over is made free, in the producer's place.
+    fn is_over(&self, hold: &Hold) -> bool {
+        let word = hold.word();
+        match word.state() {
+            HoldState::Free => true,
+            HoldState::Making | HoldState::InFlight | HoldState::Held => false,
+            HoldState::Done => {
+                let reached = hold.done().is_none_or(|(timeline, value)| {
+                    // A timeline that is none cannot be waited for.
+                    self.control.timeline(timeline).is_none_or(|word| word.reached(value) != Reached::No)
+                });
+                reached && hold.recycle(word)
+            }
+        }
+    }
+
+    /// Takes back what nobody reads any more of a dead client's chunks, and its slot when nothing is left.
+    fn settle(&mut self, slot: u32) {
+        if !self.client(slot).is_some_and(|client| client.buried) {
+            return;
+        }
+        let mut read = BTreeSet::new();
+        let mut all_over = true;
+        for hold in rows::used_holds(&self.control, slot) {
+            if self.is_over(hold) {
+                continue;
+            }
+            all_over = false;
+            let window = u32::try_from(hold.window.load(Ordering::Relaxed)).unwrap_or(u32::MAX);
+            if self.estate.window(window).is_some_and(|window| window.slot == slot) {
+                read.extend(self.estate.overlapping(window, hold.offset.load(Ordering::Relaxed), hold.bytes.load(Ordering::Relaxed)));
+            }
+        }
+        let orphaned = |epoch: &u64| self.estate.holding(*epoch).is_some_and(|holding| holding.fate == Fate::Orphaned);
+        let over: BTreeSet<u64> =
+            self.estate.chunks_of(slot).into_iter().filter(|epoch| orphaned(epoch) && !read.contains(epoch)).collect();
+        if !over.is_empty() {
+            self.give_back(&over);
+            self.note_change();
+        }
+        if all_over && self.estate.close_windows(slot) {
+            self.vacate(slot);
+        } else {
+            self.state_changed(slot);
+        }
+    }
+
+    fn vacate(&mut self, slot: u32) {
+        let serial = self.client(slot).map_or(0, |client| client.serial);
+        if let Some(place) = self.clients.get_mut(slot as usize) {
+            *place = None;
+        }
+        if let Some(cell) = self.control.client(slot) {
+            cell.write(&ClientRow { serial, ..ClientRow::default() });
+        }
+        tracing::debug!(client = slot, "slot free");
+    }
+
+    /// Makes the dead looked at soon.
+    pub(super) fn wake_orphans(&mut self) {
+        self.orphans.step = SOON;
+        self.orphans.next = Instant::now();
+    }
+
+    /// When the dead must be looked at; `None` where there are none.
+    pub(super) fn orphans_due(&self) -> Option<Instant> {
+        self.clients.iter().flatten().any(|client| client.buried).then_some(self.orphans.next)
+    }
+
+    pub(super) fn look_at_orphans(&mut self, now: Instant) {
+        if self.orphans_due().is_none_or(|due| due > now) {
+            return;
+        }
+        let changes = self.control.changes().load(Ordering::Acquire);
+        if changes != self.orphans.changes {
+            self.orphans.step = SOON;
+        }
+        let before = self.estate.devices.iter().map(|books| books.row.reserved).sum::<u64>();
+        for slot in rows::slots() {
+            self.settle(slot);
+        }
+        if self.estate.devices.iter().map(|books| books.row.reserved).sum::<u64>() != before {
+            self.memory_came_back();
+        }
+        self.orphans.changes = self.control.changes().load(Ordering::Acquire);
+        self.orphans.next = now + self.orphans.step;
+        self.orphans.step = (self.orphans.step * 2).min(LATE);
+    }
+}

@@ -1,0 +1,311 @@
+//! Growth: admission is atomic, since one thread decides; what does not fit at once waits, with a bound, while others are
+//! asked to give back what they do not use.
+
+use std::time::{Duration, Instant};
+
+use super::calls::KEPT_CALLS;
+use super::client::Asked;
+use super::estate::{members, Denial};
+use super::Owner;
+use crate::wire::{Answer, Ask, Holder, Reason, MAX_FDS};
+
+/// The most holders that a refusal names.
+const NAMED_HOLDERS: usize = 8;
+
+/// A growth that waits.
+#[derive(Debug)]
+pub(super) struct Pending {
+    slot: u32,
+    call_id: u64,
+    bytes: u64,
+    deadline: Instant,
+    /// When everybody else is asked too: somebody who was asked may be stuck.
+    widen: Option<Instant>,
+    /// Clients that were asked to trim, and those of them that have not answered.
+    asked: u64,
+    awaited: u64,
+    /// Somebody said that bytes are on their way.
+    promised: bool,
+}
+
+impl Owner {
+    pub(super) fn grow(&mut self, slot: u32, call_id: u64, device: u32, bytes: u64) {
+        let Some(client) = self.client(slot) else { return };
+        let Some(books) = self.estate.device(device) else {
+            let message = format!("no device {device}: there are {}", self.estate.devices.len());
+            return self.refuse(slot, call_id, Reason::InvalidArgument, message);
+        };
+        let unit = books.served.info.granularity;
+        if bytes == 0 || !bytes.is_multiple_of(unit) {
+            let message = format!("{bytes} bytes: expected a multiple of the device's granularity, {unit} bytes");
+            return self.refuse(slot, call_id, Reason::InvalidArgument, message);
+        }
+        if client.faulted {
+            return self.refuse(slot, call_id, Reason::Refused, "this client said that its context is dead");
+        }
+        if client.calls_kept >= KEPT_CALLS {
+            return self.refuse(slot, call_id, Reason::Refused, format!("{KEPT_CALLS} requests of this client are waiting"));
+        }
+        let bound = Duration::from_millis(self.config.trim_timeout_ms);
+        let now = Instant::now();
+        let pending =
+            Pending { slot, call_id, bytes, deadline: now + bound, widen: Some(now + bound / 2), asked: 0, awaited: 0, promised: false };
+        if let Some(client) = self.client_mut(slot) {
+            client.calls_kept += 1;
+        }
+        if let Some(queue) = self.grows.get_mut(device as usize) {
+            queue.push_back(pending);
+        }
+        self.serve_grows(device, now);
+    }
+
+    /// When the next waiting growth must be looked at.
+    pub(super) fn grows_due(&self) -> Option<Instant> {
+        self.grows.iter().flatten().map(|pending| pending.widen.unwrap_or(pending.deadline)).min()
+    }
+
+    pub(super) fn look_at_grows(&mut self, now: Instant) {
+        if self.grows_due().is_some_and(|due| due <= now) {
+            self.serve_all_grows(now);
+        }
+    }
+
+    /// Serves what can be served now, on every device.
+    pub(super) fn serve_all_grows(&mut self, now: Instant) {
+        for device in 0..self.grows.len() as u32 {
+            self.serve_grows(device, now);
+        }
+    }
+
+    /// Serves a device's growths in order. One that the device has no room for holds up those behind it; one that only its
+    /// own client's limit holds up does not.
+    pub(super) fn serve_grows(&mut self, device: u32, now: Instant) {
+        let Some(queue) = self.grows.get_mut(device as usize) else { return };
+        let mut waiting = std::mem::take(queue);
+        let mut kept = std::collections::VecDeque::new();
+        let mut blocked = false;
+        while let Some(mut pending) = waiting.pop_front() {
+            let due = pending.deadline <= now;
+            if blocked && !due {
+                kept.push_back(pending);
+                continue;
+            }
+            let slot = pending.slot;
+            let present = self.client(slot).filter(|client| client.is_present());
+            let Some(window) = present.and_then(|client| client.windows.get(device as usize)).copied() else { continue };
+            match self.estate.grow(slot, window, device, pending.bytes) {
+                Ok(epochs) => self.granted(&pending, epochs),
+                Err(denial) => {
+                    if !due {
+                        self.press(&mut pending, device, &denial, now);
+                    }
+                    if due || !self.is_hopeful(&pending, device, &denial) {
+                        self.deny(&pending, device, &denial);
+                    } else {
+                        blocked |= matches!(denial, Denial::Arena(_) | Denial::Driver(_));
+                        kept.push_back(pending);
+                    }
+                }
+            }
+        }
+        if let Some(queue) = self.grows.get_mut(device as usize) {
+            // Nothing is added in between, but nothing would be lost either.
+            kept.append(queue);
+            *queue = kept;
+        }
+    }
+
+    fn granted(&mut self, pending: &Pending, epochs: Vec<u64>) {
+        let (slot, call_id) = (pending.slot, pending.call_id);
+        self.call_over(slot);
+        if !self.send_chunks(slot, call_id, &epochs) {
+            // Its client never learned of them.
+            self.give_back(&epochs.into_iter().collect());
+        }
+    }
+
+    /// Answers with chunks, and notes who has their descriptors; as many as one frame may carry go along. False: there were
+    /// none left to send.
+    pub(super) fn send_chunks(&mut self, slot: u32, call_id: u64, epochs: &[u64]) -> bool {
+        let holdings: Vec<_> = epochs.iter().filter_map(|epoch| self.estate.holding(*epoch)).collect();
+        let chunks = holdings.iter().map(|holding| holding.chunk).collect();
+        match Self::duplicates(holdings.iter().take(MAX_FDS).map(|holding| &holding.fd)) {
+            Ok(fds) => {
+                for epoch in epochs {
+                    self.estate.note_importer(*epoch, slot);
+                }
+                self.answer(slot, call_id, Answer::Granted { chunks }, fds);
+                true
+            }
+            Err(error) => {
+                tracing::warn!(client = slot, %error, "no descriptors left");
+                self.refuse(slot, call_id, Reason::Internal, format!("the owner has no descriptors left: {error}"));
+                false
+            }
+        }
+    }
+
+    /// Asks further clients to trim: as many as could cover what is short, or all when half of the time is over.
+    fn press(&mut self, pending: &mut Pending, device: u32, denial: &Denial, now: Instant) {
+        let short = match denial {
+            Denial::Arena(short) => *short,
+            Denial::Driver(_) => pending.bytes,
+            Denial::Client(_) | Denial::Window => {
+                pending.widen = None;
+                return;
+            }
+        };
+        if self.estate.device(device).is_none_or(|books| matches!(denial, Denial::Arena(_)) && pending.bytes > books.row.limit) {
+            return;
+        }
+        let all = pending.widen.is_none_or(|at| at <= now);
+        if all {
+            pending.widen = None;
+        }
+        if pending.awaited != 0 && !all {
+            return;
+        }
+        let mut slack = self.slack(device, pending);
+        slack.sort_by_key(|(_, bytes)| std::cmp::Reverse(*bytes));
+        let mut covered = 0_u64;
+        for (slot, bytes) in slack {
+            if covered >= short && !all {
+                break;
+            }
+            covered = covered.saturating_add(bytes);
+            pending.asked |= 1 << slot;
+            pending.awaited |= 1 << slot;
+            self.ask(slot, Ask::Trim { device, bytes: bytes.min(short) }, Asked::Trim(device));
+        }
+    }
+
+    /// Clients that say that they do not use all that they have, with how much that is.
+    fn slack(&self, device: u32, pending: &Pending) -> Vec<(u32, u64)> {
+        let unit = self.estate.device(device).map_or(1, |books| books.served.info.granularity);
+        let present = self.clients.iter().flatten().filter(|client| client.is_present() && !client.faulted);
+        let others = present.map(|client| client.slot).filter(|slot| *slot != pending.slot && pending.asked & 1 << slot == 0);
+        let slack = others.map(|slot| {
+            let live = self.control.live(slot, device).and_then(|cell| cell.read()).unwrap_or_default();
+            (slot, self.estate.share(slot, device).reserved.saturating_sub(live.allocated))
+        });
+        slack.filter(|(_, bytes)| *bytes >= unit).collect()
+    }
+
+    /// Whether waiting may help.
+    fn is_hopeful(&self, pending: &Pending, device: u32, denial: &Denial) -> bool {
+        let Some(books) = self.estate.device(device) else { return false };
+        let row = &books.row;
+        let share = self.estate.share(pending.slot, device);
+        match denial {
+            Denial::Client(short) => share.retired >= *short,
+            Denial::Window => share.retired > 0,
+            Denial::Driver(error) if !error.is_out_of_memory() => false,
+            Denial::Arena(_) if pending.bytes > row.limit => false,
+            Denial::Arena(_) | Denial::Driver(_) => {
+                // Whoever has not answered, and is gone or cut off by now, is waited for no more.
+                let dying = |slot: u32| {
+                    self.client(slot).is_some_and(|client| !client.is_present()) && self.estate.share(slot, device).reserved > 0
+                };
+                let awaited = members(pending.awaited).any(|slot| self.client(slot).is_some_and(super::Client::is_present));
+                awaited || pending.promised || row.retired > 0 || row.orphaned > 0 || super::rows::slots().any(dying)
+            }
+        }
+    }
+
+    /// A client has answered that it gave so many bytes back.
+    pub(super) fn trimmed(&mut self, slot: u32, device: u32, bytes: u64) {
+        for pending in self.grows.get_mut(device as usize).into_iter().flatten() {
+            pending.awaited &= !(1 << slot);
+            pending.promised |= bytes > 0;
+        }
+        self.serve_grows(device, Instant::now());
+    }
+
+    /// Drops a client's waiting growths.
+    pub(super) fn forget_grows(&mut self, slot: u32) {
+        for queue in &mut self.grows {
+            queue.retain(|pending| pending.slot != slot);
+            queue.iter_mut().for_each(|pending| pending.awaited &= !(1 << slot));
+        }
+    }
+
+    pub(super) fn call_over(&mut self, slot: u32) {
+        if let Some(client) = self.client_mut(slot) {
+            client.calls_kept = client.calls_kept.saturating_sub(1);
+        }
+    }
+
+    fn deny(&mut self, pending: &Pending, device: u32, denial: &Denial) {
+        let (slot, asked) = (pending.slot, pending.bytes);
+        self.call_over(slot);
+        self.estate.count_refusal(slot, device);
+        let Some(books) = self.estate.device(device) else { return };
+        let (name, row, share) = (books.served.info.id, books.row, self.estate.share(slot, device));
+        let arena = (row.limit, row.reserved);
+        let (reason, message, (limit, reserved)) = match denial {
+            Denial::Arena(short) => {
+                let message = format!(
+                    "out of memory on {name}: {asked} bytes asked, {} of {} bytes reserved, {short} short; held by {}",
+                    row.reserved,
+                    row.limit,
+                    self.holders_text(device)
+                );
+                (Reason::OutOfMemory, message, arena)
+            }
+            Denial::Client(short) => {
+                let reserved = share.reserved + share.retired;
+                let message = format!(
+                    "over this client's own limit on {name}: {asked} bytes asked, {reserved} of {} bytes reserved, {short} short",
+                    share.limit
+                );
+                (Reason::OutOfMemory, message, (share.limit, reserved))
+            }
+            Denial::Window => {
+                let size = books.served.window_bytes;
+                let message = format!(
+                    "window exhausted on {name}: no free range of {asked} bytes in {size} bytes, of which {} bytes are taken",
+                    share.reserved + share.retired
+                );
+                (Reason::OutOfMemory, message, (size, share.reserved + share.retired))
+            }
+            Denial::Driver(error) if error.is_out_of_memory() => {
+                let message = format!(
+                    "{name} is full, though the arena has {} of its {} bytes: {asked} bytes asked, the driver says {error}; held by {}",
+                    row.reserved,
+                    row.limit,
+                    self.holders_text(device)
+                );
+                (Reason::OutOfMemory, message, arena)
+            }
+            Denial::Driver(error) => (Reason::Internal, format!("{asked} bytes asked on {name}: {error}"), arena),
+        };
+        let holders = self.holders(device);
+        self.answer(slot, pending.call_id, Answer::Refused { reason, message, asked, limit, reserved, holders }, Vec::new());
+    }
+
+    /// Who has most of a device.
+    fn holders(&self, device: u32) -> Vec<Holder> {
+        let mut holders: Vec<Holder> = self
+            .clients
+            .iter()
+            .flatten()
+            .map(|client| {
+                let share = self.estate.share(client.slot, device);
+                Holder { name: client.name.clone(), pid: client.pid, reserved: share.reserved + share.retired }
+            })
+            .filter(|holder| holder.reserved > 0)
+            .collect();
+        holders.sort_by_key(|holder| std::cmp::Reverse(holder.reserved));
+        holders.truncate(NAMED_HOLDERS);
+        holders
+    }
+
+    fn holders_text(&self, device: u32) -> String {
+        let holders = self.holders(device);
+        if holders.is_empty() {
+            return "nobody here".to_owned();
+        }
+        let text: Vec<String> = holders.iter().map(|h| format!("{} (pid {}): {} bytes", h.name, h.pid, h.reserved)).collect();
+        text.join(", ")
+    }
+}

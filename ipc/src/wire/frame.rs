@@ -1,0 +1,271 @@
+//! Frames: 4-byte big-endian length, then that many bytes; descriptors travel with a frame's first byte.
+#![allow(unsafe_code)] // the buffer of SCM_RIGHTS is uninitialised memory that the kernel fills
+
+use std::collections::VecDeque;
+use std::io::{IoSlice, IoSliceMut};
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::time::{Duration, Instant};
+
+use rustix::event::{poll, PollFd, PollFlags, Timespec};
+use rustix::io::Errno;
+use rustix::net::{
+    recvmsg, sendmsg, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage, SendFlags,
+};
+
+/// The longest frame in bytes.
+pub const FRAME_LIMIT: usize = 64 << 20;
+/// The most descriptors with one frame (the kernel's own limit is 253).
+pub const MAX_FDS: usize = 200;
+
+/// Why a frame could not be sent or read.
+#[derive(Debug, thiserror::Error)]
+pub enum FrameError {
+    /// The other end is closed.
+    #[error("the other end closed the connection{}", if *.0 { " in the middle of a frame" } else { "" })]
+    Closed(bool),
+    /// A length of zero or over the limit.
+    #[error("a frame of {0} bytes: expected 1 to {FRAME_LIMIT}")]
+    Length(usize),
+    /// Another number of descriptors than the frame says.
+    #[error("{found} descriptors where the frame says {expected}")]
+    Descriptors {
+        /// What the frame says.
+        expected: usize,
+        /// What came.
+        found: usize,
+    },
+    /// The time was up.
+    #[error("not sent or received in time")]
+    Timeout,
+    /// What the system says.
+    #[error("{0}")]
+    System(#[from] Errno),
+    /// Not the JSON that was expected.
+    #[error("not a known message: {0}")]
+    Json(#[from] serde_json::Error),
+}
+
+/// Waits until a descriptor is ready for `flags`, or hung up.
+fn wait(fd: BorrowedFd<'_>, flags: PollFlags, deadline: Option<Instant>) -> Result<(), FrameError> {
+    loop {
+        let left = deadline.map(|at| at.saturating_duration_since(Instant::now()));
+        let timeout = left.map(|left| Timespec { tv_sec: left.as_secs() as i64, tv_nsec: i64::from(left.subsec_nanos()) });
+        match poll(&mut [PollFd::from_borrowed_fd(fd, flags)], timeout.as_ref()) {
+            Ok(0) => return Err(FrameError::Timeout),
+            Ok(_) => return Ok(()),
+            Err(Errno::INTR) => {}
+            Err(error) => return Err(error.into()),
+        }
+    }
+}
+
+fn send_some(fd: BorrowedFd<'_>, parts: &[IoSlice<'_>], fds: &[BorrowedFd<'_>]) -> Result<usize, Errno> {
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_FDS))];
+    let mut ancillary = SendAncillaryBuffer::new(&mut space);
+    if !fds.is_empty() && !ancillary.push(SendAncillaryMessage::ScmRights(fds)) {
+        return Err(Errno::TOOBIG);
+    }
+    sendmsg(fd, parts, &mut ancillary, SendFlags::NOSIGNAL | SendFlags::DONTWAIT)
+}
+
+/// Sends one frame, waiting for room until the deadline (`None`: for ever).
+///
+/// # Errors
+/// [`FrameError`]. After [`FrameError::Timeout`] in the middle of a frame the connection is useless and must be closed.
+pub fn send_frame(socket: BorrowedFd<'_>, body: &[u8], fds: &[BorrowedFd<'_>], timeout: Option<Duration>) -> Result<usize, FrameError> {
+    if body.is_empty() || body.len() > FRAME_LIMIT {
+        return Err(FrameError::Length(body.len()));
+    }
+    let deadline = timeout.map(|t| Instant::now() + t);
+    let head = (body.len() as u32).to_be_bytes();
+    let total = head.len() + body.len();
+    let mut sent = 0;
+    while sent < total {
+        let fds = if sent == 0 { fds } else { &[] };
+        let result = match sent.checked_sub(head.len()) {
+            None => send_some(socket, &[IoSlice::new(head.get(sent..).unwrap_or_default()), IoSlice::new(body)], fds),
+            Some(at) => send_some(socket, &[IoSlice::new(body.get(at..).unwrap_or_default())], fds),
+        };
+        match result {
+            Ok(n) => sent += n,
+            Err(Errno::INTR) => {}
+            Err(Errno::AGAIN) => wait(socket, PollFlags::OUT, deadline)?,
+            Err(Errno::PIPE | Errno::CONNRESET | Errno::NOTCONN) => return Err(FrameError::Closed(false)),
+            Err(error) => return Err(error.into()),
+        }
+    }
+    Ok(total)
+}
+
+/// Frames that wait for a slow reader, so that one client that never reads holds up nobody.
+#[derive(Debug, Default)]
+pub struct Outbox {
+    queue: VecDeque<(Vec<u8>, usize, Vec<OwnedFd>)>,
+    bytes: usize,
+}
+
+impl Outbox {
+    /// Adds a frame.
+    pub fn push(&mut self, body: &[u8], fds: Vec<OwnedFd>) {
+        let mut frame = (body.len() as u32).to_be_bytes().to_vec();
+        frame.extend_from_slice(body);
+        self.bytes += frame.len();
+        self.queue.push_back((frame, 0, fds));
+    }
+
+    /// Bytes that wait.
+    #[must_use]
+    pub fn bytes(&self) -> usize {
+        self.bytes
+    }
+
+    /// Whether nothing waits.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.queue.is_empty()
+    }
+
+    /// Sends what the socket takes without waiting.
+    ///
+    /// # Errors
+    /// [`FrameError::Closed`] and the system's errors.
+    pub fn flush(&mut self, socket: BorrowedFd<'_>) -> Result<(), FrameError> {
+        while let Some((frame, sent, fds)) = self.queue.front_mut() {
+            let borrowed: Vec<_> = if *sent == 0 { fds.iter().map(AsFd::as_fd).collect() } else { Vec::new() };
+            match send_some(socket, &[IoSlice::new(frame.get(*sent..).unwrap_or_default())], &borrowed) {
+                Ok(n) => {
+                    *sent += n;
+                    self.bytes -= n;
+                    if *sent == frame.len() {
+                        self.queue.pop_front();
+                    }
+                }
+                Err(Errno::INTR) => {}
+                Err(Errno::AGAIN) => return Ok(()),
+                Err(Errno::PIPE | Errno::CONNRESET | Errno::NOTCONN) => return Err(FrameError::Closed(false)),
+                Err(error) => return Err(error.into()),
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Reads frames from one socket.
+#[derive(Debug, Default)]
+pub struct FrameReader {
+    buffer: Vec<u8>,
+    start: usize,
+    fds: VecDeque<OwnedFd>,
+    received: u64,
+}
+
+impl FrameReader {
+    /// Bytes received so far.
+    #[must_use]
+    pub fn received(&self) -> u64 {
+        self.received
+    }
+
+    /// Takes what the socket has, without waiting. `Ok(false)`: nothing there now.
+    ///
+    /// # Errors
+    /// [`FrameError::Closed`] at the end, and the system's errors.
+    pub fn fill(&mut self, socket: BorrowedFd<'_>) -> Result<bool, FrameError> {
+        let used = self.buffer.len();
+        let want = match self.missing() {
+            Some(missing) => missing.clamp(16 << 10, 4 << 20),
+            None => 16 << 10,
+        };
+        if self.start > 0 && self.start == used {
+            self.buffer.clear();
+            self.start = 0;
+        }
+        let used = self.buffer.len();
+        self.buffer.resize(used + want, 0);
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(253))];
+        let mut ancillary = RecvAncillaryBuffer::new(&mut space);
+        let tail = self.buffer.get_mut(used..).unwrap_or_default();
+        let result = recvmsg(socket, &mut [IoSliceMut::new(tail)], &mut ancillary, RecvFlags::DONTWAIT | RecvFlags::CMSG_CLOEXEC);
+        let result = result.map(|message| message.bytes);
+        for message in ancillary.drain() {
+            if let RecvAncillaryMessage::ScmRights(fds) = message {
+                self.fds.extend(fds);
+            }
+        }
+        self.buffer.truncate(used + *result.as_ref().unwrap_or(&0));
+        match result {
+            Ok(0) => Err(FrameError::Closed(self.buffer.len() > self.start)),
+            Ok(n) => {
+                self.received += n as u64;
+                if self.fds.len() > 2 * MAX_FDS {
+                    return Err(FrameError::Descriptors { expected: MAX_FDS, found: self.fds.len() });
+                }
+                Ok(true)
+            }
+            Err(Errno::AGAIN | Errno::INTR) => Ok(false),
+            Err(Errno::CONNRESET) => Err(FrameError::Closed(self.buffer.len() > self.start)),
+            Err(error) => Err(error.into()),
+        }
+    }
+
+    /// Bytes missing to the frame that has begun.
+    fn missing(&self) -> Option<usize> {
+        let pending = self.buffer.get(self.start..)?;
+        let head: [u8; 4] = pending.get(..4)?.try_into().ok()?;
+        Some((u32::from_be_bytes(head) as usize + 4).saturating_sub(pending.len()))
+    }
+
+    /// The next whole frame, if there is one.
+    ///
+    /// # Errors
+    /// [`FrameError::Length`]; descriptors without a frame are refused here too.
+    pub fn next_frame(&mut self) -> Result<Option<Vec<u8>>, FrameError> {
+        let pending = self.buffer.get(self.start..).unwrap_or_default();
+        let Some(head) = pending.get(..4).and_then(|head| <[u8; 4]>::try_from(head).ok()) else {
+            if pending.is_empty() && !self.fds.is_empty() {
+                return Err(FrameError::Descriptors { expected: 0, found: self.fds.len() });
+            }
+            return Ok(None);
+        };
+        let length = u32::from_be_bytes(head) as usize;
+        if length == 0 || length > FRAME_LIMIT {
+            return Err(FrameError::Length(length));
+        }
+        let Some(body) = pending.get(4..4 + length) else { return Ok(None) };
+        let body = body.to_vec();
+        self.start += 4 + length;
+        if self.start > 1 << 20 || self.start == self.buffer.len() {
+            self.buffer.drain(..self.start);
+            self.start = 0;
+        }
+        Ok(Some(body))
+    }
+
+    /// The descriptors that came with the frame just taken, as many as it says.
+    ///
+    /// # Errors
+    /// [`FrameError::Descriptors`] where there are fewer.
+    pub fn take_fds(&mut self, count: usize) -> Result<Vec<OwnedFd>, FrameError> {
+        if count > self.fds.len() {
+            return Err(FrameError::Descriptors { expected: count, found: self.fds.len() });
+        }
+        Ok(self.fds.drain(..count).collect())
+    }
+
+    /// Waits for one whole frame (`None`: for ever).
+    ///
+    /// # Errors
+    /// [`FrameError`].
+    pub fn read_frame(&mut self, socket: BorrowedFd<'_>, timeout: Option<Duration>) -> Result<Vec<u8>, FrameError> {
+        let deadline = timeout.map(|t| Instant::now() + t);
+        loop {
+            if let Some(frame) = self.next_frame()? {
+                return Ok(frame);
+            }
+            if !self.fill(socket)? {
+                wait(socket, PollFlags::IN, deadline)?;
+            }
+        }
+    }
+}

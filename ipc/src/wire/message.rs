@@ -1,0 +1,297 @@
+//! The messages between an owner and its clients. Unknown fields are ignored, unknown kinds refused.
+//!
+//! A client's requests carry a `call_id` of its choice, which the answer repeats; answers come in any order. The owner's
+//! requests to a client ([`Ask`]) carry the owner's own. `fds` says how many descriptors travel with the frame.
+
+use serde::{Deserialize, Serialize};
+
+/// The protocol's version. It changes when a message changes its meaning.
+pub const PROTOCOL: u32 = 1;
+
+/// What a process is to its owner.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Role {
+    /// The process that accepts the workers' channels.
+    Parent,
+    /// A process that takes memory and has a channel to the parent.
+    Worker,
+    /// A process that only reads the ledger. It takes no slot.
+    Observer,
+}
+
+/// The first frame of a client.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Hello {
+    /// [`PROTOCOL`].
+    pub protocol: u32,
+    /// [`crate::control::LAYOUT`]: the shape of the control memory, as a number that changes with it.
+    pub layout: u64,
+    /// The key that the owner was started with, in hexadecimal.
+    pub key: String,
+    /// The client's name, for people.
+    pub name: String,
+    /// What it is.
+    pub role: Role,
+    /// Its process id, as it sees itself.
+    pub pid: u32,
+    /// A limit of its own in bytes, per device.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub limit: Option<u64>,
+    /// millpond's version, for the log.
+    pub library: String,
+    /// Python's version, for the log.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub python: Option<String>,
+    /// torch's version, for the log.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub torch: Option<String>,
+    /// What the client can do beyond this version.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub capabilities: Vec<String>,
+    /// Descriptors with this frame: 1 where the client sends a pidfd of itself, else 0.
+    #[serde(default)]
+    pub fds: usize,
+}
+
+/// A device of the owner, as a client is told of it.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct DeviceGrant {
+    /// Its identity ([`millpond_allocator::driver::DeviceId`] as text).
+    pub device: String,
+    /// Its place in the control memory.
+    pub index: u32,
+    /// Its name.
+    pub name: String,
+    /// Its memory in bytes.
+    pub total: u64,
+    /// What the arena may take of it, in bytes.
+    pub limit: u64,
+    /// The unit of chunks, in bytes.
+    pub granularity: u64,
+    /// The largest chunk, in bytes.
+    pub chunk_bytes: u64,
+    /// The client's own window.
+    pub window: u32,
+    /// Bytes of address space of every window of this device.
+    pub window_bytes: u64,
+}
+
+/// The owner's answer to a good [`Hello`]. One descriptor comes with it: the control memory.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Welcome {
+    /// The client's slot in the control memory, below [`crate::control::MAX_CLIENTS`].
+    pub client: u32,
+    /// Which client of that slot this is; slots are used again, serials are not.
+    pub serial: u64,
+    /// The arena's boot token, in hexadecimal: a restarted owner has another.
+    pub token: String,
+    /// The owner's process id.
+    pub owner_pid: u32,
+    /// The owner's devices.
+    pub devices: Vec<DeviceGrant>,
+    /// Descriptors with this frame.
+    pub fds: usize,
+}
+
+/// One chunk of a window.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct Chunk {
+    /// Its epoch: a number that no other chunk of this arena ever had.
+    pub epoch: u64,
+    /// Where it starts in its window, in bytes.
+    pub offset: u64,
+    /// Its length in bytes.
+    pub bytes: u64,
+}
+
+/// Who holds how much of a device: the reason that goes with a refusal.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Holder {
+    /// The client's name.
+    pub name: String,
+    /// Its process id.
+    pub pid: u32,
+    /// Bytes that the owner granted it.
+    pub reserved: u64,
+}
+
+/// Who is at the other end of a channel.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Peer {
+    /// Its slot.
+    pub client: u32,
+    /// Its serial.
+    pub serial: u64,
+    /// Its name.
+    pub name: String,
+    /// Its process id.
+    pub pid: u32,
+}
+
+/// Why a request was not granted. The names are those of the C API's error codes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[allow(missing_docs)]
+pub enum Reason {
+    OutOfMemory,
+    Stale,
+    Refused,
+    Timeout,
+    PeerDied,
+    InvalidArgument,
+    Unsupported,
+    Internal,
+}
+
+/// What a client asks of the owner.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "kind", rename_all = "snake_case")]
+pub enum Request {
+    /// More memory for the client's own window of a device. Answer: [`Answer::Granted`], with one descriptor for each of the
+    /// first [`MAX_FDS`](super::MAX_FDS) chunks; the rest by [`Request::Import`].
+    Grow {
+        /// The device, by its index in the control memory.
+        device: u32,
+        /// Bytes that are needed; a multiple of the granularity. More than `chunk_bytes`: consecutive chunks, contiguous in address.
+        bytes: u64,
+    },
+    /// Chunks of the client's own that it has unmapped and gives back. Answer: [`Answer::Released`].
+    Release {
+        /// Their epochs.
+        epochs: Vec<u64>,
+    },
+    /// Whose a window is. Answer: [`Answer::Window`], with a pidfd of its client where there is one.
+    Window {
+        /// The window.
+        window: u32,
+    },
+    /// Descriptors of another client's chunks, or of the client's own. Answer: [`Answer::Granted`].
+    Import {
+        /// The window.
+        window: u32,
+        /// The chunks' epochs, at most [`MAX_FDS`](super::MAX_FDS).
+        epochs: Vec<u64>,
+    },
+    /// Chunks of others that the client no longer maps. No answer.
+    Unmapped {
+        /// Their epochs.
+        epochs: Vec<u64>,
+    },
+    /// The parent waits for the next worker's channel. Answer: [`Answer::Channel`], with its socket.
+    Accept {
+        /// How long the owner may keep the request, in milliseconds.
+        timeout_ms: u64,
+    },
+    /// A channel to another client. Answer: [`Answer::Channel`], with its socket. The other end is given to the peer: to a
+    /// parent at its next [`Request::Accept`], to any other by the same, matched by who asks.
+    Connect {
+        /// `"parent"`, a client's name, or its slot as a number in text.
+        peer: String,
+        /// How long the owner may keep the request, in milliseconds.
+        timeout_ms: u64,
+    },
+    /// The ledger. Answer: [`Answer::Ledger`].
+    Ledger,
+    /// The client's context on a device is dead, though the process lives. No answer.
+    Faulted {
+        /// The device, by its index.
+        device: u32,
+    },
+    /// The client leaves in good order: nothing is mapped any more. Answer: [`Answer::Done`].
+    Detach,
+}
+
+/// The owner's answers.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "kind", rename_all = "snake_case")]
+#[allow(missing_docs)]
+pub enum Answer {
+    /// Chunks, with their descriptors beside them in the same order.
+    Granted { chunks: Vec<Chunk> },
+    /// Chunks that came back; `retired` bytes of them are still mapped by others.
+    Released { bytes: u64, retired: u64 },
+    /// A window's client, device index and size.
+    Window { window: u32, device: u32, bytes: u64, peer: Peer },
+    /// A channel; its socket is beside it.
+    Channel { peer: Peer },
+    /// The ledger, as JSON.
+    Ledger { ledger: serde_json::Value },
+    /// Done, nothing to say.
+    Done,
+    /// Not granted.
+    Refused { reason: Reason, message: String, asked: u64, limit: u64, reserved: u64, holders: Vec<Holder> },
+}
+
+/// What the owner asks or tells a client.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "kind", rename_all = "snake_case")]
+pub enum Ask {
+    /// Give free chunks back, about so many bytes. Answered by [`FromClient::Answered`].
+    Trim {
+        /// The device, by its index.
+        device: u32,
+        /// Bytes wanted.
+        bytes: u64,
+    },
+    /// Drop the mappings of these chunks of another client. Answered by [`FromClient::Answered`] with the bytes still mapped.
+    Revoke {
+        /// The window that they are in.
+        window: u32,
+        /// Their epochs.
+        epochs: Vec<u64>,
+    },
+    /// A client is gone (its process and its socket have ended, its timelines are poisoned). No answer.
+    Died {
+        /// Who.
+        peer: Peer,
+    },
+    /// The owner ends. No answer.
+    Goodbye,
+}
+
+/// Every frame from a client after the first.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(untagged)]
+#[allow(missing_docs)]
+pub enum FromClient {
+    /// A request.
+    Call { call_id: u64, call: Request },
+    /// The answer to an [`Ask`]: how many bytes were given back (trim) or are still mapped (revoke).
+    Answered { ask_id: u64, bytes: u64 },
+}
+
+/// Every frame from the owner.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(untagged)]
+#[allow(missing_docs)]
+pub enum FromOwner {
+    /// An answer to a request.
+    Answer {
+        call_id: u64,
+        answer: Answer,
+        #[serde(default)]
+        fds: usize,
+    },
+    /// A request or a notice of the owner.
+    Ask {
+        ask_id: u64,
+        ask: Ask,
+        #[serde(default)]
+        fds: usize,
+    },
+    /// The hello was good.
+    Welcome { welcome: Welcome },
+    /// The hello was refused; `field` names what differs.
+    Refused { refused: Refusal },
+}
+
+/// Why a hello was refused.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Refusal {
+    /// The field that differs: `protocol`, `layout`, `key`, `user`, `role`, `clients`.
+    pub field: String,
+    /// What the owner expects (never the key).
+    pub expected: String,
+    /// What it found (never the key).
+    pub found: String,
+}

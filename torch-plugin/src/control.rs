@@ -1,0 +1,354 @@
+//! The control plane: one JSON request, one JSON answer.
+#![allow(unsafe_code)] // extern "C"
+
+use std::ffi::c_char;
+use std::path::{Path, PathBuf};
+use std::ptr::null_mut;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+use millpond_ipc::client::{Channel, Client, Error, Located, OnOwnerDeath, Options, Place};
+use millpond_ipc::observer::{ObserveError, Observer};
+use millpond_ipc::owner::{Config, DriverChoice, Inline, Limit};
+use millpond_ipc::wire::Role;
+use parking_lot::Mutex;
+use serde::Deserialize;
+use serde_json::{json, Value};
+
+use crate::error::{give, guard, take, ApiError, Result};
+use crate::{state, stats, tensor, torch};
+
+/// The version of this interface. It changes when a function or a structure does.
+pub const ABI_VERSION: u32 = 1;
+
+/// [`ABI_VERSION`].
+#[no_mangle]
+pub extern "C" fn millpond_abi_version() -> u32 {
+    ABI_VERSION
+}
+
+/// millpond's version.
+#[no_mangle]
+pub extern "C" fn millpond_version() -> *const c_char {
+    const VERSION: &str = concat!(env!("CARGO_PKG_VERSION"), "\0");
+    VERSION.as_ptr().cast()
+}
+
+#[derive(Debug, Clone, Copy, Default, Deserialize)]
+#[serde(rename_all = "snake_case")]
+enum OwnerDeath {
+    #[default]
+    Continue,
+    Exit,
+}
+
+#[derive(Debug, Deserialize)]
+struct Attach {
+    socket: String,
+    key: String,
+    #[serde(default)]
+    name: Option<String>,
+    #[serde(default)]
+    role: Option<Role>,
+    #[serde(default)]
+    limit: Option<u64>,
+    #[serde(default)]
+    on_owner_death: OwnerDeath,
+    #[serde(default)]
+    wait: Option<String>,
+    #[serde(default)]
+    python: Option<String>,
+    #[serde(default)]
+    torch: Option<String>,
+    #[serde(default)]
+    timeout_ms: Option<u64>,
+}
+
+#[derive(Debug, Deserialize)]
+struct Serve {
+    #[serde(default)]
+    driver: Option<String>,
+    /// Bytes, or a share like "80%".
+    #[serde(default)]
+    limit: Option<String>,
+    #[serde(default)]
+    chunk_bytes: Option<u64>,
+}
+
+fn host() -> i32 {
+    -1
+}
+
+#[derive(Debug, Deserialize)]
+#[serde(tag = "op", rename_all = "snake_case")]
+enum Op {
+    Attach(Box<Attach>),
+    Detach,
+    Status,
+    Accept {
+        #[serde(default)]
+        timeout_ms: Option<u64>,
+    },
+    Connect {
+        #[serde(default)]
+        peer: Option<Value>,
+        #[serde(default)]
+        timeout_ms: Option<u64>,
+    },
+    Close {
+        channel: u64,
+    },
+    ChannelFd {
+        channel: u64,
+    },
+    Ledger,
+    ReadLedger {
+        socket: String,
+        #[serde(default)]
+        key: Option<String>,
+    },
+    ServeInline(Serve),
+    StopInline,
+    Stats {
+        device: i32,
+    },
+    ResetPeakStats {
+        device: i32,
+    },
+    ResetAccumulatedStats {
+        device: i32,
+    },
+    Snapshot {
+        device: i32,
+    },
+    Trim {
+        #[serde(default = "host")]
+        device: i32,
+    },
+    SetFraction {
+        device: i32,
+        fraction: f64,
+    },
+    GetFraction {
+        device: i32,
+    },
+    Counters,
+    Locate {
+        address: u64,
+    },
+    Doctor,
+}
+
+/// One request `{"op": ..., ...}`, one answer, or null and the last error.
+///
+/// # Safety
+/// `request` ends with a zero byte.
+#[no_mangle]
+pub unsafe extern "C" fn millpond_control(request: *const c_char) -> *mut c_char {
+    guard(null_mut(), || {
+        // SAFETY: by this function's contract.
+        let text = unsafe { take(request) }?;
+        let op: Op = serde_json::from_str(text).map_err(|error| ApiError::argument(format!("no such request: {error}")))?;
+        Ok(give(run(op)?.to_string()))
+    })
+}
+
+fn run(op: Op) -> Result<Value> {
+    Ok(match op {
+        Op::Attach(attach_op) => attach(*attach_op)?,
+        Op::Detach => {
+            state::detach()?;
+            json!({})
+        }
+        Op::Status => status(),
+        Op::Accept { timeout_ms } => {
+            let (client, timeout) = (state::client()?, wait(timeout_ms));
+            channel(client.accept(timeout)?)
+        }
+        Op::Connect { peer, timeout_ms } => {
+            let peer = match peer {
+                None => "parent".to_owned(),
+                Some(Value::String(name)) => name,
+                Some(other) => other.to_string(),
+            };
+            channel(state::client()?.connect(&peer, wait(timeout_ms))?)
+        }
+        Op::Close { channel } => {
+            tensor::close(channel);
+            json!({})
+        }
+        Op::ChannelFd { channel } => json!({ "fd": tensor::channel(channel)?.raw_fd() }),
+        Op::Ledger => to_value(&state::client()?.ledger())?,
+        Op::ReadLedger { socket, key } => read_ledger(&PathBuf::from(socket), key.as_deref().unwrap_or_default())?,
+        Op::ServeInline(settings) => serve_inline(&settings)?,
+        Op::StopInline => {
+            drop(INLINE.lock().take());
+            json!({})
+        }
+        Op::Stats { device } => with_heap(device, |heap| Value::Object(stats::flat(heap)), || json!({}))?,
+        Op::ResetPeakStats { device } => with_heap(
+            device,
+            |heap| {
+                heap.reset_peaks();
+                json!({})
+            },
+            || json!({}),
+        )?,
+        Op::ResetAccumulatedStats { device } => with_heap(
+            device,
+            |heap| {
+                heap.reset_accumulated();
+                json!({})
+            },
+            || json!({}),
+        )?,
+        Op::Snapshot { device } => with_heap(device, stats::segments, || json!([]))?,
+        Op::Trim { device } => with_heap(device, |heap| json!({ "bytes": heap.empty_cache() }), || json!({ "bytes": 0 }))?,
+        Op::SetFraction { device, fraction } => {
+            let heap = state::client()?.heap(place(device))?;
+            heap.set_limit(torch::limit_of(fraction, heap.driver().device().total_bytes));
+            json!({})
+        }
+        Op::GetFraction { device } => with_heap(device, |heap| json!({ "fraction": fraction(heap) }), || json!({ "fraction": 1.0 }))?,
+        Op::Counters => counters(&*state::client()?),
+        Op::Locate { address } => locate(&*state::client()?, address),
+        Op::Doctor => {
+            let owner = state::if_attached().map(|client| client.socket().clone());
+            let key = std::env::var("MILLPOND_KEY").unwrap_or_default();
+            json!({ "checks": millpond_ipc::doctor::examine(owner.as_deref().map(|socket| (socket, key.as_str()))) })
+        }
+    })
+}
+
+fn to_value(value: &impl serde::Serialize) -> Result<Value> {
+    serde_json::to_value(value).map_err(|error| ApiError::Client(Error::Internal(error.to_string())))
+}
+
+fn wait(timeout_ms: Option<u64>) -> Duration {
+    Duration::from_millis(timeout_ms.unwrap_or(30_000))
+}
+
+fn place(device: i32) -> Place {
+    u32::try_from(device).map_or(Place::Host, Place::Ordinal)
+}
+
+fn attach(op: Attach) -> Result<Value> {
+    let mut options = Options::new(PathBuf::from(op.socket), op.key, op.name.unwrap_or_else(|| format!("pid {}", std::process::id())));
+    options.role = op.role.unwrap_or(Role::Worker);
+    options.limit = op.limit;
+    options.on_owner_death = match op.on_owner_death {
+        OwnerDeath::Continue => OnOwnerDeath::Continue,
+        OwnerDeath::Exit => OnOwnerDeath::Exit,
+    };
+    options.host_waits = op.wait.as_deref() == Some("host");
+    options.python = op.python;
+    options.torch = op.torch;
+    if let Some(ms) = op.timeout_ms {
+        options.timeout = Duration::from_millis(ms);
+    }
+    Ok(described(&*state::attach(&options)?))
+}
+
+fn described(client: &Client) -> Value {
+    let welcome = client.welcome();
+    let devices: Vec<Value> = client
+        .grants()
+        .map(|grant| {
+            let host = grant.device.starts_with("HOST-");
+            let ordinal = grant.device.parse().ok().and_then(|id| client.ordinal(Place::Device(id)));
+            let ordinal = if host { Value::from(-1) } else { ordinal.map_or(Value::Null, Value::from) };
+            json!({"id": grant.device, "ordinal": ordinal, "host": host, "name": grant.name, "total": grant.total, "limit": grant.limit,
+                   "chunk_bytes": grant.chunk_bytes, "window": grant.window, "window_bytes": grant.window_bytes})
+        })
+        .collect();
+    json!({"client": welcome.client, "serial": welcome.serial, "token": welcome.token, "owner_pid": welcome.owner_pid, "devices": devices})
+}
+
+fn status() -> Value {
+    let Some(client) = state::if_attached() else { return json!({ "attached": false, "forked": state::is_forked() }) };
+    let mut status = described(&client);
+    if let Value::Object(map) = &mut status {
+        map.insert("attached".to_owned(), true.into());
+        map.insert("socket".to_owned(), client.socket().display().to_string().into());
+        map.insert("owner_alive".to_owned(), client.owner_alive().into());
+    }
+    status
+}
+
+fn channel(channel: Channel) -> Value {
+    let peer = channel.peer().clone();
+    json!({"channel": tensor::keep(channel), "peer": {"client": peer.client, "serial": peer.serial, "name": peer.name, "pid": peer.pid}})
+}
+
+/// Answers from a heap; from `idle` where the device has not been used yet.
+fn with_heap<T>(device: i32, f: impl FnOnce(&millpond_allocator::heap::Heap) -> T, idle: impl FnOnce() -> T) -> Result<T> {
+    let client = state::client()?;
+    Ok(client.heap_if_open(place(device)).map_or_else(idle, |heap| f(&heap)))
+}
+
+fn fraction(heap: &millpond_allocator::heap::Heap) -> f64 {
+    let total = heap.driver().device().total_bytes.max(1);
+    match heap.limit() {
+        u64::MAX => 1.0,
+        limit => limit as f64 / total as f64,
+    }
+}
+
+fn counters(client: &Client) -> Value {
+    let c = &client.counters;
+    let get = |n: &std::sync::atomic::AtomicU64| n.load(Ordering::Relaxed);
+    let (sent, received) = tensor::socket_bytes();
+    json!({
+        "sent_messages": get(&c.sent_messages), "sent_tensors": get(&c.sent_tensors),
+        "received_messages": get(&c.received_messages), "received_tensors": get(&c.received_tensors),
+        "copied_tensors": get(&c.copied_tensors), "copied_bytes": get(&c.copied_bytes),
+        "socket_bytes_sent": sent, "socket_bytes_received": received,
+        "leases": client.leases(), "imported_bytes": client.imported_bytes(),
+        "foreign_frees": get(&state::FOREIGN_FREES),
+    })
+}
+
+fn locate(client: &Client, address: u64) -> Value {
+    match client.locate(address) {
+        Located::Foreign => json!({ "kind": "foreign" }),
+        Located::Window { window, own, offset, device } => {
+            json!({"kind": if own { "block" } else { "import" }, "window": window, "offset": offset, "device": device.id.to_string()})
+        }
+    }
+}
+
+/// The owner of this process's own, if it has one.
+static INLINE: Mutex<Option<Inline>> = Mutex::new(None);
+
+fn serve_inline(settings: &Serve) -> Result<Value> {
+    let mut inline = INLINE.lock();
+    if let Some(owner) = &*inline {
+        return Err(ApiError::AlreadyAttached(owner.socket().display().to_string()));
+    }
+    let config = Config {
+        driver: match settings.driver.as_deref() {
+            None | Some("auto") => DriverChoice::Auto,
+            Some("host") => DriverChoice::Host,
+            Some("cuda") => DriverChoice::Cuda,
+            Some(other) => return Err(ApiError::argument(format!("no driver {other:?}: expected auto, host or cuda"))),
+        },
+        limit: match &settings.limit {
+            None => Limit::Percent(100.0),
+            Some(limit) => limit.parse().map_err(ApiError::argument)?,
+        },
+        chunk_bytes: settings.chunk_bytes,
+        ..Config::default()
+    };
+    let owner = inline.insert(Inline::start(config).map_err(|error| ApiError::argument(error.to_string()))?);
+    Ok(json!({ "socket": owner.socket().display().to_string(), "key": owner.key() }))
+}
+
+fn read_ledger(socket: &Path, key: &str) -> Result<Value> {
+    let observer = Observer::connect(socket, key, Duration::from_secs(5)).map_err(|error| {
+        ApiError::Client(match error {
+            ObserveError::NoOwner { path, error } => Error::OwnerUnavailable { socket: path.display().to_string(), why: error.to_string() },
+            error => Error::Refused(error.to_string()),
+        })
+    })?;
+    to_value(&observer.ledger())
+}

@@ -1,0 +1,165 @@
+//! The one client of this process, and its heaps as malloc finds them.
+#![allow(unsafe_code)] // leaked pointers, the fork handler, the environment
+
+use std::ffi::{c_char, CStr, CString};
+use std::ptr::null_mut;
+use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU64, Ordering};
+use std::sync::{Arc, Once};
+
+use millpond_allocator::heap::Heap;
+use millpond_ipc::client::{Client, Error, Options, Place};
+use parking_lot::{Mutex, RwLock};
+
+use crate::error::{ApiError, Result};
+
+/// GPUs that malloc finds without a lock. torch has at most 64; more than 16 in one process share the slow way.
+const FAST: usize = 16;
+
+static CLIENT: RwLock<Option<Arc<Client>>> = RwLock::new(None);
+static ATTACHING: Mutex<()> = Mutex::new(());
+/// Heaps by GPU ordinal. What is put here is never freed: frees may come after everything else has ended.
+static HEAPS: [AtomicPtr<Heap>; FAST] = [const { AtomicPtr::new(null_mut()) }; FAST];
+static FORKED: AtomicBool = AtomicBool::new(false);
+/// Frees of addresses that were no live block.
+pub static FOREIGN_FREES: AtomicU64 = AtomicU64::new(0);
+
+/// The client.
+///
+/// # Errors
+/// [`ApiError::NotAttached`]; [`Error::Forked`] in a forked child.
+pub fn client() -> Result<Arc<Client>> {
+    if FORKED.load(Ordering::Relaxed) {
+        return Err(Error::Forked.into());
+    }
+    CLIENT.read().clone().ok_or(ApiError::NotAttached)
+}
+
+/// The client if there is one.
+#[must_use]
+pub fn if_attached() -> Option<Arc<Client>> {
+    client().ok()
+}
+
+/// Whether this is a forked child of the process that loaded the library.
+#[must_use]
+pub fn is_forked() -> bool {
+    FORKED.load(Ordering::Relaxed)
+}
+
+/// Attaches this process.
+///
+/// # Errors
+/// [`ApiError::AlreadyAttached`], and a client's own.
+pub fn attach(options: &Options) -> Result<Arc<Client>> {
+    if is_forked() {
+        return Err(Error::Forked.into());
+    }
+    let _attaching = ATTACHING.lock();
+    if let Some(client) = &*CLIENT.read() {
+        return Err(ApiError::AlreadyAttached(client.socket().display().to_string()));
+    }
+    claim_process()?;
+    static FORK_HANDLER: Once = Once::new();
+    FORK_HANDLER.call_once(|| {
+        // SAFETY: the handler only stores to atomics, which is allowed in a child of a threaded process.
+        unsafe { libc::pthread_atfork(None, None, Some(forked)) };
+    });
+    let client = Client::attach(options)?;
+    *CLIENT.write() = Some(client.clone());
+    Ok(client)
+}
+
+/// Detaches this process. Blocks that are still live stay mapped; freeing them does nothing.
+///
+/// # Errors
+/// [`ApiError::NotAttached`].
+pub fn detach() -> Result<()> {
+    let _attaching = ATTACHING.lock();
+    let client = CLIENT.write().take().ok_or(ApiError::NotAttached)?;
+    HEAPS.iter().for_each(|heap| heap.store(null_mut(), Ordering::Release));
+    client.detach();
+    Ok(())
+}
+
+extern "C" fn forked() {
+    FORKED.store(true, Ordering::Relaxed);
+    HEAPS.iter().for_each(|heap| heap.store(null_mut(), Ordering::Relaxed));
+}
+
+/// Two copies of the library in one process would be two clients that know nothing of each other.
+fn claim_process() -> Result<()> {
+    const NAME: &CStr = c"MILLPOND_LOADED";
+    let mine = format!("{}:{:p}", std::process::id(), &raw const CLIENT);
+    // SAFETY: getenv and setenv with terminated strings; like every use of them they race with other threads' setenv, which
+    // is why this happens once, at attach.
+    let before = unsafe {
+        let value: *const c_char = libc::getenv(NAME.as_ptr());
+        if value.is_null() {
+            String::new()
+        } else {
+            CStr::from_ptr(value).to_string_lossy().into_owned()
+        }
+    };
+    let other_here = before != mine && before.split(':').next() == Some(&std::process::id().to_string());
+    if other_here {
+        return Err(Error::Refused(
+            "another copy of millpond's library is attached in this process: load one copy only (is MILLPOND_LIBRARY another file than the package's?)".to_owned(),
+        )
+        .into());
+    }
+    let value = CString::new(mine).unwrap_or_default();
+    // SAFETY: as above.
+    unsafe { libc::setenv(NAME.as_ptr(), value.as_ptr(), 1) };
+    Ok(())
+}
+
+/// The heap of a GPU by its ordinal, opened at first use.
+///
+/// # Errors
+/// [`ApiError::NotAttached`] and a client's own.
+#[inline]
+pub fn heap(ordinal: i32) -> Result<&'static Heap> {
+    let slot = usize::try_from(ordinal).ok().and_then(|n| HEAPS.get(n));
+    if let Some(slot) = slot {
+        let heap = slot.load(Ordering::Acquire);
+        if !heap.is_null() {
+            // SAFETY: what is stored here was leaked and is never freed.
+            return Ok(unsafe { &*heap });
+        }
+    }
+    open(ordinal, slot)
+}
+
+#[cold]
+fn open(ordinal: i32, slot: Option<&AtomicPtr<Heap>>) -> Result<&'static Heap> {
+    let client = client()?;
+    let place = u32::try_from(ordinal).map_or(Place::Host, Place::Ordinal);
+    let heap = client.heap(place)?;
+    // Leaked on purpose, once a device and process: malloc and free hold no count.
+    let heap = Arc::into_raw(heap).cast_mut();
+    if let Some(slot) = slot {
+        slot.store(heap, Ordering::Release);
+    }
+    // SAFETY: just leaked.
+    Ok(unsafe { &*heap })
+}
+
+/// The heap in whose window an address lies: that of the given GPU, of another, or the host's.
+#[must_use]
+pub fn heap_of(addr: u64, ordinal: i32) -> Option<&'static Heap> {
+    let here = |slot: &AtomicPtr<Heap>| {
+        let heap = slot.load(Ordering::Acquire);
+        // SAFETY: null or leaked.
+        unsafe { heap.as_ref() }.filter(|heap: &&'static Heap| heap.window().offset_of(addr).is_some())
+    };
+    let first = usize::try_from(ordinal).ok().and_then(|n| HEAPS.get(n)).and_then(here);
+    first.or_else(|| HEAPS.iter().find_map(here))
+}
+
+/// The heap of a GPU if malloc has used it.
+#[must_use]
+pub fn heap_if_open(ordinal: usize) -> Option<&'static Heap> {
+    let heap = HEAPS.get(ordinal)?.load(Ordering::Acquire);
+    // SAFETY: null or leaked.
+    unsafe { heap.as_ref() }
+}

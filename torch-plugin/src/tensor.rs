@@ -1,0 +1,315 @@
+//! Blocks, messages and imports in C.
+#![allow(unsafe_code)] // extern "C"
+
+use std::collections::HashMap;
+use std::ffi::c_char;
+use std::ptr::null_mut;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, LazyLock};
+use std::time::Duration;
+
+use millpond_allocator::driver::{DeviceInfo, Stream};
+use millpond_ipc::client::{Channel, Incoming, Message, Outgoing, Place, ReceiveOptions};
+use parking_lot::Mutex;
+
+use crate::error::{guard, ApiError, Result, FAILED};
+use crate::state;
+
+/// `MILLPOND_COPIED`.
+pub const COPIED: u32 = 1;
+/// `MILLPOND_READ_ONLY`.
+pub const READ_ONLY: u32 = 2;
+/// `MILLPOND_LAZY`.
+pub const LAZY: u32 = 1;
+/// `MILLPOND_WAIT`.
+pub const WAIT: u32 = 2;
+
+/// A tensor's bytes, going or coming.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct millpond_tensor {
+    /// Send: its first byte. Receive: where it is mapped here (0: lazily received).
+    pub address: u64,
+    /// Bytes from the address that belong to it.
+    pub bytes: u64,
+    /// Send: the stream that wrote it (0: the legacy default stream).
+    pub stream: u64,
+    /// Send: forward this import (address 0: all of it). Receive: the import, to be released exactly once.
+    pub import_: u64,
+    /// GPU ordinal; -1 for CPU memory.
+    pub device: i32,
+    /// `MILLPOND_COPIED`, `MILLPOND_READ_ONLY`.
+    pub flags: u32,
+}
+
+/// A message that was received.
+#[repr(C)]
+#[derive(Debug)]
+pub struct millpond_message {
+    /// The sender's JSON. Not terminated.
+    pub tree: *const c_char,
+    /// Its length.
+    pub tree_bytes: usize,
+    /// Its tensors.
+    pub tensors: *mut millpond_tensor,
+    /// How many.
+    pub count: usize,
+    /// The sender's slot.
+    pub sender: u64,
+    owned: *mut Owned,
+}
+
+#[derive(Debug)]
+struct Owned {
+    tree: String,
+    tensors: Vec<millpond_tensor>,
+}
+
+static CHANNELS: LazyLock<Mutex<HashMap<u64, Arc<Channel>>>> = LazyLock::new(Mutex::default);
+static NEXT: AtomicU64 = AtomicU64::new(1);
+
+/// Gives a channel a number.
+pub fn keep(channel: Channel) -> u64 {
+    let number = NEXT.fetch_add(1, Ordering::Relaxed);
+    CHANNELS.lock().insert(number, Arc::new(channel));
+    number
+}
+
+/// The channel of a number.
+///
+/// # Errors
+/// For a number that is none's.
+pub fn channel(number: u64) -> Result<Arc<Channel>> {
+    CHANNELS
+        .lock()
+        .get(&number)
+        .cloned()
+        .ok_or_else(|| ApiError::Client(millpond_ipc::client::Error::Closed("the channel is closed here".to_owned())))
+}
+
+/// Closes and forgets a channel.
+pub fn close(number: u64) {
+    if let Some(channel) = CHANNELS.lock().remove(&number) {
+        channel.close();
+    }
+}
+
+/// Bytes that went over all open channels' sockets: (sent, received).
+#[must_use]
+pub fn socket_bytes() -> (u64, u64) {
+    CHANNELS.lock().values().map(|channel| channel.socket_bytes()).fold((0, 0), |(s, r), (sent, received)| (s + sent, r + received))
+}
+
+fn timeout(ms: i64) -> Option<Duration> {
+    u64::try_from(ms).ok().map(Duration::from_millis)
+}
+
+fn place(device: i32) -> Place {
+    u32::try_from(device).map_or(Place::Host, Place::Ordinal)
+}
+
+/// A stream, where the device has streams: CPU memory has none.
+fn stream(device: i32, stream: u64) -> Option<Stream> {
+    (device >= 0).then_some(Stream(stream))
+}
+
+/// A block: device is a GPU's ordinal, or -1 for the host device. 0 and the last error where there is none.
+#[no_mangle]
+pub extern "C" fn millpond_allocate(device: i32, bytes: u64, on: u64) -> u64 {
+    guard(0, || Ok(state::client()?.heap(place(device))?.allocate(bytes, Stream(on)).map_err(millpond_ipc::client::Error::from)?))
+}
+
+/// Frees a block of [`millpond_allocate`].
+#[no_mangle]
+pub extern "C" fn millpond_deallocate(address: u64) -> i32 {
+    guard(FAILED, || {
+        deallocate(address)?;
+        Ok(0)
+    })
+}
+
+pub(crate) fn deallocate(address: u64) -> Result<()> {
+    if let Some(heap) = state::heap_of(address, 0) {
+        return Ok(heap.free(address).map_err(millpond_ipc::client::Error::from)?);
+    }
+    Ok(state::client()?.free(address)?)
+}
+
+/// Sends one message with all its tensors. Every hold is made before the frame leaves. Sets `MILLPOND_COPIED` in place.
+///
+/// # Safety
+/// `tree` has `tree_bytes` bytes, `tensors` has `count` entries.
+#[no_mangle]
+pub unsafe extern "C" fn millpond_send(
+    number: u64,
+    tree: *const c_char,
+    tree_bytes: usize,
+    tensors: *mut millpond_tensor,
+    count: usize,
+    timeout_ms: i64,
+) -> i32 {
+    guard(FAILED, || {
+        if tree.is_null() || (tensors.is_null() && count > 0) {
+            return Err(ApiError::argument("tree or tensors is null"));
+        }
+        // SAFETY: by this function's contract.
+        let tree = unsafe { std::slice::from_raw_parts(tree.cast::<u8>(), tree_bytes) };
+        let tree: Box<serde_json::value::RawValue> =
+            serde_json::from_slice(tree).map_err(|error| ApiError::argument(format!("the tree is not JSON: {error}")))?;
+        // SAFETY: by this function's contract; a null pointer was refused above unless count is 0.
+        let tensors = if count == 0 { &mut [] } else { unsafe { std::slice::from_raw_parts_mut(tensors, count) } };
+        let outgoing: Vec<Outgoing> = tensors
+            .iter()
+            .map(|t| Outgoing {
+                addr: t.address,
+                bytes: t.bytes,
+                place: place(t.device),
+                stream: stream(t.device, t.stream),
+                import: (t.import_ != 0).then_some(t.import_),
+                read_only: t.flags & READ_ONLY != 0,
+            })
+            .collect();
+        let copied = state::client()?.send(&*channel(number)?, tree, &outgoing, timeout(timeout_ms))?;
+        for (tensor, copied) in tensors.iter_mut().zip(copied) {
+            tensor.flags = tensor.flags & !COPIED | if copied { COPIED } else { 0 };
+        }
+        Ok(0)
+    })
+}
+
+fn of(incoming: &Incoming, client: &millpond_ipc::client::Client) -> millpond_tensor {
+    // An ordinal is known once the device is in use; a lazy tensor of a device that is not says i32::MAX.
+    let device = match incoming.place {
+        Place::Host => -1,
+        place => client.ordinal(place).and_then(|n| i32::try_from(n).ok()).unwrap_or(i32::MAX),
+    };
+    millpond_tensor {
+        address: incoming.addr,
+        bytes: incoming.bytes,
+        stream: 0,
+        import_: incoming.import,
+        device,
+        flags: if incoming.read_only { READ_ONLY } else { 0 },
+    }
+}
+
+fn pack(message: Message, sender: u64, client: &millpond_ipc::client::Client) -> *mut millpond_message {
+    let tensors: Vec<millpond_tensor> = message.tensors.iter().map(|incoming| of(incoming, client)).collect();
+    let mut owned = Box::new(Owned { tree: Box::<str>::from(message.tree).into_string(), tensors });
+    let packed = millpond_message {
+        tree: owned.tree.as_ptr().cast(),
+        tree_bytes: owned.tree.len(),
+        tensors: owned.tensors.as_mut_ptr(),
+        count: owned.tensors.len(),
+        sender,
+        owned: null_mut(),
+    };
+    Box::into_raw(Box::new(millpond_message { owned: Box::into_raw(owned), ..packed }))
+}
+
+/// Receives one message. `streams[i]`: the stream of GPU ordinal i that later work will use (missing: the legacy default);
+/// it is made to wait for READY. CPU values are waited for here.
+///
+/// # Safety
+/// `streams` has `stream_count` entries, `out` may be written.
+#[no_mangle]
+pub unsafe extern "C" fn millpond_receive(
+    number: u64,
+    timeout_ms: i64,
+    flags: u32,
+    streams: *const u64,
+    stream_count: usize,
+    out: *mut *mut millpond_message,
+) -> i32 {
+    guard(FAILED, || {
+        if out.is_null() {
+            return Err(ApiError::argument("out is null"));
+        }
+        // SAFETY: by this function's contract.
+        let streams = if streams.is_null() { &[] } else { unsafe { std::slice::from_raw_parts(streams, stream_count) } };
+        let on = |info: &DeviceInfo| match info.id.host_number() {
+            Some(_) => None,
+            None => Some(Stream(streams.get(info.ordinal as usize).copied().unwrap_or(0))),
+        };
+        let options = ReceiveOptions { timeout: timeout(timeout_ms), lazy: flags & LAZY != 0, wait: flags & WAIT != 0, stream: &on };
+        let (client, channel) = (state::client()?, channel(number)?);
+        let message = client.receive(&channel, &options)?;
+        // SAFETY: by this function's contract.
+        unsafe { *out = pack(message, u64::from(channel.peer().client), &client) };
+        Ok(0)
+    })
+}
+
+/// Frees a message's buffers, not its imports. Null is nothing.
+///
+/// # Safety
+/// `message` came from [`millpond_receive`] and was not freed before.
+#[no_mangle]
+pub unsafe extern "C" fn millpond_message_free(message: *mut millpond_message) {
+    if !message.is_null() {
+        // SAFETY: both boxes were made in pack().
+        unsafe {
+            let message = Box::from_raw(message);
+            drop(Box::from_raw(message.owned));
+        }
+    }
+}
+
+/// Maps an import and makes the stream wait for READY; may be called often. With `MILLPOND_WAIT`, and for CPU memory, this
+/// thread waits instead.
+///
+/// # Safety
+/// `out` may be written.
+#[no_mangle]
+pub unsafe extern "C" fn millpond_import_open(import: u64, on: u64, flags: u32, out: *mut millpond_tensor) -> i32 {
+    guard(FAILED, || {
+        if out.is_null() {
+            return Err(ApiError::argument("out is null"));
+        }
+        let client = state::client()?;
+        let incoming = client.open_on(import, Stream(on), flags & WAIT != 0)?;
+        // SAFETY: by this function's contract.
+        unsafe { *out = of(&incoming, &client) };
+        Ok(0)
+    })
+}
+
+/// Blocks until READY is reached, its producer has died, or the time is up (negative: for ever).
+#[no_mangle]
+pub extern "C" fn millpond_import_ready(import: u64, timeout_ms: i64) -> i32 {
+    guard(FAILED, || {
+        state::client()?.import_ready(import, timeout(timeout_ms))?;
+        Ok(0)
+    })
+}
+
+/// Notes that a stream uses the block or import at an address: its reuse, or its DONE, follows that stream too.
+#[no_mangle]
+pub extern "C" fn millpond_import_record_stream(address: u64, on: u64) -> i32 {
+    guard(FAILED, || {
+        state::client()?.record_anywhere(address, Stream(on))?;
+        Ok(0)
+    })
+}
+
+/// Lets go of an import. Never blocks, from any thread, without the GIL; in a forked child, nothing happens.
+#[no_mangle]
+pub extern "C" fn millpond_import_release(import: u64) -> i32 {
+    guard(FAILED, || {
+        if state::is_forked() {
+            return Ok(0);
+        }
+        state::client()?.release(import)?;
+        Ok(0)
+    })
+}
+
+/// Waits until every receiver of the block at an address is done with it: the stream, once all have let go on their side;
+/// this thread until then, and altogether with `MILLPOND_WAIT` or for CPU memory.
+#[no_mangle]
+pub extern "C" fn millpond_wait_done(address: u64, on: u64, flags: u32, timeout_ms: i64) -> i32 {
+    guard(FAILED, || {
+        state::client()?.wait_done_at(address, Stream(on), flags & WAIT != 0, timeout(timeout_ms))?;
+        Ok(0)
+    })
+}
