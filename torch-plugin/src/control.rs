@@ -70,7 +70,7 @@ struct Serve {
     driver: Option<String>,
     /// Bytes, or a share like "80%".
     #[serde(default)]
-    limit: Option<String>,
+    limit: Option<Value>,
     #[serde(default)]
     chunk_bytes: Option<u64>,
 }
@@ -334,7 +334,8 @@ fn serve_inline(settings: &Serve) -> Result<Value> {
         },
         limit: match &settings.limit {
             None => Limit::Percent(100.0),
-            Some(limit) => limit.parse().map_err(ApiError::argument)?,
+            Some(Value::String(limit)) => limit.parse().map_err(ApiError::argument)?,
+            Some(limit) => Limit::Bytes(limit.as_u64().ok_or_else(|| ApiError::argument(format!("a limit of {limit}")))?),
         },
         chunk_bytes: settings.chunk_bytes,
         ..Config::default()
