@@ -43,6 +43,8 @@ class Memory:
         stream = _streams.current(self.device)
         if not self.address or stream != self.stream:
             self._open(stream, 0)
+            if _streams.current(self.device) != stream:  # it was on another device than was known before
+                self._open(_streams.current(self.device), 0)
         return self
 
     def _open(self, stream, flags):
