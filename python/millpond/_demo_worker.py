@@ -135,7 +135,6 @@ class Worker:
 
             result.copy_(torch.from_numpy(mine))
         else:
-            result = result.numpy() if isinstance(result, _ref.Ref) else result
             result[...] = mine
         return {"hashes": hashes, "result": result, "own_copied_bytes": millpond.counters().get("copied_bytes", 0) - before}
 

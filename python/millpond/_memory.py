@@ -43,11 +43,14 @@ class Memory:
         stream = _streams.current(self.device)
         if not self.address or stream != self.stream:
             self._open(stream, 0)
+            if _streams.current(self.device) != stream:  # it was on another device than was known before
+                self._open(_streams.current(self.device), 0)
         return self
 
     def _open(self, stream, flags):
-        address, nbytes, _, _, device, flags = _native.import_open(self.handle, stream, flags)
-        self.address, self.nbytes, self.device, self.flags, self.stream = address, nbytes, device, flags, stream
+        address, nbytes, _, _, device, got = _native.import_open(self.handle, stream, flags)
+        self.address, self.nbytes, self.device, self.stream = address, nbytes, device, stream
+        self.flags |= got
 
     @property
     def read_only(self):

@@ -21,6 +21,7 @@ KIND_IMPORT, KIND_BLOCK = 0, 1
 TENSOR = struct.Struct("=QQQQiI")
 #: How long the main thread stays in one native wait before Python may handle a signal (Ctrl-C).
 _SLICE_MS = 200
+_FOR_EVER_MS = 1 << 40
 
 _lock = threading.Lock()
 _loaded = None
@@ -151,7 +152,7 @@ def milliseconds(timeout):
 def in_slices(step, timeout):
     """Runs `step(timeout_ms)` until it does not time out. The main thread comes back for signals now and then."""
     if threading.current_thread() is not threading.main_thread():
-        return step(milliseconds(timeout))
+        return step(_FOR_EVER_MS if timeout is None else milliseconds(timeout))
     end = None if timeout is None else time.monotonic() + timeout
     while True:
         left = _SLICE_MS if end is None else milliseconds(max(0.0, end - time.monotonic()))
