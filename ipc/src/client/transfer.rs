@@ -541,7 +541,9 @@ impl Client {
                 Some((window, _)) if window == opened.window && !self.imports.holds_own(addr) => {
                     opened.heap.record_stream(addr, stream).map(|_| ())?
                 }
-                Some(_) => { self.imports.record_stream(addr, opened.driver.stream_id(stream)?); },
+                Some(_) => {
+                    self.imports.record_stream(addr, opened.driver.stream_id(stream)?);
+                }
                 None => {}
             }
         }
