@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use millpond_allocator::timeline::{Reached, POISON};
-use millpond_ipc::control::{Claim, Control, Hold, HoldState, TIMELINES_PER_CLIENT};
+use millpond_ipc::control::{Claim, Control, Hold, HoldState, HoldWord, HOLDS_PER_CLIENT, TIMELINES_PER_CLIENT};
 use millpond_ipc::owner::Config;
 use millpond_ipc::wire::{Answer, Ask, Request};
 use rustix::process::Signal;
@@ -180,6 +180,49 @@ fn a_done_that_the_dead_never_reached_holds_nothing_up() {
     let others: Vec<Raw> = (0..63).map(|n| served.attach(&format!("next-{n}"))).collect();
     assert!(others.iter().any(|other| other.slot() == slot));
     assert_eq!((word.reached(40), word.value()), (Reached::Yes, 40));
+}
+
+#[test]
+fn a_forwarded_hold_keeps_a_dead_producers_chunk_too() {
+    let served = Served::start(config());
+    let (mut reader, forwarder) = (served.attach("reader"), served.attach("forwarder"));
+    let (mut puppet, slot) = Puppet::ready(&served, &reader, "producer", &format!("grow:2 hold:{}", forwarder.slot()));
+    let control = Arc::clone(&reader.control);
+    let first = control.hold(slot, 0).unwrap();
+    let (window, generation) = (first.window.load(Ordering::Relaxed) as u32, first.word().generation());
+    assert!(first.take(generation, forwarder.slot() as u8));
+    // The forwarder's hold for the reader is in the upper half of the producer's table.
+    let marks = control.high_hold(slot).unwrap();
+    marks.fetch_or(3 << 32, Ordering::AcqRel);
+    let second = control.hold(slot, HOLDS_PER_CLIENT as u32 / 2 + 2).unwrap();
+    let claim = Claim { lease: 1, window, offset: 0, bytes: UNIT };
+    let forwarded = second.make(forwarder.slot() as u8, reader.slot() as u8, claim).unwrap();
+    assert!(first.finish(generation, forwarder.slot() as u8, None));
+    puppet.kill();
+    until("its chunk is the owner's", || reader.state_of(slot) == "orphaned");
+    assert_eq!(reader.ledger().orphaned, UNIT);
+    assert!(matches!(reader.call(Request::Import { window, epochs: vec![1] }).0, Answer::Granted { .. }));
+    assert!(second.finish(forwarded, reader.slot() as u8, None));
+    reader.post(Request::Unmapped { epochs: vec![1] });
+    until("all is back", || reader.ledger().reserved == 0 && reader.state_of(slot) == "gone");
+}
+
+#[test]
+fn a_hold_that_the_dead_was_making_is_ended() {
+    let served = Served::start(config());
+    let mut maker = served.attach("maker");
+    maker.grow(UNIT);
+    let (mut puppet, slot) = Puppet::ready(&served, &maker, "forwarder", "");
+    // It died between the first and the last word of a hold in the maker's table.
+    let control = Arc::clone(&maker.control);
+    control.high_hold(maker.slot()).unwrap().store(1 << 32, Ordering::Release);
+    let hold = control.hold(maker.slot(), HOLDS_PER_CLIENT as u32 / 2).unwrap();
+    // SAFETY: a hold begins with its word, an atomic of 64 bits in shared memory that lives as long as `control`.
+    let word = unsafe { &*std::ptr::from_ref(hold).cast::<std::sync::atomic::AtomicU64>() };
+    word.store(HoldWord::new(1, HoldState::Making, slot as u8, 3).0, Ordering::Release);
+    puppet.kill();
+    until("it is ended", || hold.word().state() == HoldState::Done);
+    assert_eq!(hold.word().generation(), 1);
 }
 
 #[test]

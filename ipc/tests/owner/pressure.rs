@@ -106,3 +106,21 @@ fn a_retired_chunk_is_waited_for() {
     let (Answer::Granted { chunks: again }, _) = maker.answer(call) else { panic!() };
     assert!(again[0].epoch > chunks[0].epoch);
 }
+
+#[test]
+fn a_stopped_client_is_asked_once_however_often_memory_is_short() {
+    let served = Served::start(Config { trim_timeout_ms: 20, ..config() });
+    let (mut stuck, mut busy) = (served.attach("stuck"), served.attach("busy"));
+    stuck.grow(256 * MIB);
+    for _ in 0..5 {
+        assert!(matches!(busy.call(Request::Grow { device: 0, bytes: UNIT }).0, Answer::Refused { .. }));
+    }
+    let (ask, Ask::Trim { .. }) = stuck.next_ask() else { panic!() };
+    // Nothing else was asked: the next thing that it hears is an answer of its own.
+    let (answer, _) = stuck.call(Request::Ledger);
+    assert!(matches!(answer, Answer::Ledger { .. }) && stuck.heard_nothing());
+    stuck.answered(ask, 0);
+    let call = busy.post(Request::Grow { device: 0, bytes: UNIT });
+    assert!(matches!(stuck.next_ask().1, Ask::Trim { .. }));
+    assert!(matches!(busy.answer(call).0, Answer::Refused { .. }));
+}

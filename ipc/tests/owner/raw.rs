@@ -198,6 +198,11 @@ impl Raw {
         }
     }
 
+    /// Whether no ask came before the last answer.
+    pub(crate) fn heard_nothing(&self) -> bool {
+        self.asks.is_empty()
+    }
+
     pub(crate) fn answered(&mut self, ask_id: u64, bytes: u64) {
         let frame = serde_json::to_vec(&FromClient::Answered { ask_id, bytes }).unwrap();
         self.wire.send(&frame, &[]).unwrap();
