@@ -304,7 +304,7 @@ def _packed(e, array, nbytes):
     e.out.copies += 1
     e.out.copied_bytes += nbytes
     try:
-        packed = np.asarray(_memory._Holder(_memory.block(nbytes, -1))).view(array.dtype).reshape(array.shape)
+        packed = np.asarray(_memory._Holder(_memory.block(nbytes, -1), 0, "|u1", (nbytes,), None)).view(array.dtype).reshape(array.shape)
         packed[...] = array
         return packed
     except errors.Error:
