@@ -18,7 +18,7 @@ test-rust:
 	cargo test --workspace --all-features --locked
 
 test-python: .venv/.millpond .venv/.test
-	cd python && ../$(PY) -m pytest -q tests
+	MILLPOND_TEST_INSTALLED=1 MILLPOND_TEST_NATIVE=1 $(PY) -m pytest -q python/tests
 
 lint:
 	cargo fmt --all --check
