@@ -193,14 +193,15 @@ _found = {}
 
 
 def available(module):
-    """Whether a module is loaded or can be."""
+    """Whether a module is loaded or can be: loads it."""
     if sys.modules.get(module) is not None:
         return True
     if module not in _found:
-        import importlib.util
+        import importlib
 
         try:
-            _found[module] = importlib.util.find_spec(module) is not None
-        except (ImportError, ValueError):
+            importlib.import_module(module)
+            _found[module] = True
+        except ImportError:  # not there, or another Python's
             _found[module] = False
     return _found[module]

@@ -23,6 +23,8 @@ def attach(socket=None, key=None, name=None, role="worker", driver="auto", limit
         )
     with _lock:
         if _info is not None:
+            if _info["pid"] != os.getpid():
+                raise errors.Forked("this process is a fork of one that is attached: start workers with exec (subprocess, spawn)")
             raise errors.AlreadyAttached(f"this process is attached to {_info['socket']} already")
         answer = _native.control(
             "attach",

@@ -98,7 +98,7 @@ class Arena:
         env = dict(os.environ)
         env["MILLPOND_SOCKET"], env["MILLPOND_KEY"], env["MILLPOND_NAME"] = self.socket, self._key, name
         env["MILLPOND_LIBRARY"] = _native.library_path()
-        folder = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+        folder = os.path.join(os.path.dirname(os.path.abspath(__file__)), "_worker_path")
         path = env.get("PYTHONPATH")
         if not path:
             env["PYTHONPATH"] = folder

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 import millpond
-from conftest import PACKAGE, native
+from conftest import native
 from millpond import _safetensors
 
 np = pytest.importorskip("numpy")
@@ -116,7 +116,7 @@ def test_npy(tmp_path, order):
 
 
 def demo(*arguments):
-    env = {**os.environ, "PYTHONPATH": PACKAGE}
+    env = dict(os.environ)
     return subprocess.run(
         [sys.executable, "-m", "millpond", "demo", *arguments], env=env, capture_output=True, text=True, timeout=300
     )

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from conftest import PACKAGE, native
+from conftest import native
 
 torch = pytest.importorskip("torch")
 if torch.version.cuda is None:
@@ -20,7 +20,7 @@ _session._info = {"devices": [{"ordinal": 0, "id": "GPU-x"}, {"ordinal": -1, "id
 
 def run(code, **env):
     done = subprocess.run(
-        [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": PACKAGE, **env}, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", code], env={**os.environ, **env}, capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
