@@ -102,7 +102,7 @@ def _check_session():
     devices = _session.info().get("devices", ())
     if torch.version.cuda is None:
         raise errors.Unsupported(f"torch {torch.__version__} is built without CUDA: there is no CUDA allocator to replace")
-    if not any(d["ordinal"] >= 0 for d in devices):
+    if not any(d["ordinal"] != -1 for d in devices):
         raise errors.Unsupported(
             "this process is attached with the host driver, so there is no GPU memory to give to torch; "
             "CPU tensors cross without install()"

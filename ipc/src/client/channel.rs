@@ -136,7 +136,7 @@ impl Channel {
             }
         };
         let before = reader.received();
-        let frame = reader.read_frame(self.socket.as_fd(), timeout);
+        let frame = reader.read_frame(self.socket.as_fd(), timeout, true);
         self.received.fetch_add(reader.received() - before, Ordering::Relaxed);
         let frame = frame.map_err(|error| match error {
             FrameError::Closed(false) => self.closed(),

@@ -70,7 +70,7 @@ impl Link {
         let body = serde_json::to_vec(hello).map_err(|error| Error::Internal(error.to_string()))?;
         send_frame(socket.as_fd(), &body, &[], Some(timeout)).map_err(gone)?;
         let mut reader = FrameReader::default();
-        let frame = reader.read_frame(socket.as_fd(), Some(timeout)).map_err(gone)?;
+        let frame = reader.read_frame(socket.as_fd(), Some(timeout), false).map_err(gone)?;
         match serde_json::from_slice(&frame).map_err(|error| Error::Protocol(format!("the owner's first frame: {error}")))? {
             FromOwner::Welcome { welcome } => {
                 let fds = reader.take_fds(welcome.fds)?;
@@ -146,7 +146,7 @@ impl Link {
     /// Reads until the owner is gone. The body of the reader's thread.
     pub(super) fn read(self: &Arc<Self>, mut reader: FrameReader, notices: &Sender<Notice>) {
         let mut next = || -> Result<(), FrameError> {
-            let frame = reader.read_frame(self.socket.as_fd(), None)?;
+            let frame = reader.read_frame(self.socket.as_fd(), None, false)?;
             match serde_json::from_slice(&frame)? {
                 FromOwner::Answer { call_id, answer, fds } => {
                     let fds = reader.take_fds(fds)?;

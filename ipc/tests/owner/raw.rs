@@ -137,14 +137,14 @@ impl Wire {
     }
 
     pub(crate) fn read(&mut self) -> Result<FromOwner, FrameError> {
-        let frame = self.reader.read_frame(self.socket.as_fd(), Some(PATIENCE))?;
+        let frame = self.reader.read_frame(self.socket.as_fd(), Some(PATIENCE), false)?;
         Ok(serde_json::from_slice(&frame).unwrap())
     }
 
     /// Whether the owner ends the connection, reading what it still says.
     pub(crate) fn is_cut(&mut self) -> bool {
         loop {
-            match self.reader.read_frame(self.socket.as_fd(), Some(PATIENCE)) {
+            match self.reader.read_frame(self.socket.as_fd(), Some(PATIENCE), false) {
                 Ok(_) => {}
                 Err(FrameError::Closed(_)) => return true,
                 Err(_) => return false,
