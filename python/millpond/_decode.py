@@ -1,4 +1,5 @@
 """Decoding: the text and ranges of a received message become the value again. The tags are those of `_tree`."""
+
 import base64
 import json
 import sys
@@ -93,8 +94,7 @@ class _Decoder:
             raise errors.Protocol(f"a tensor of shape {shape} without memory")
         device = -1 if device_id == 0 else _session.ordinal_of(device_id)
         if not self.lazy and (
-            (kind == "n" and _ref.available("numpy") and (row.numpy or _ref.available("ml_dtypes")))
-            or (kind == "t" and self.torch(device))
+            (kind == "n" and _ref.available("numpy") and (row.numpy or _ref.available("ml_dtypes"))) or (kind == "t" and self.torch(device))
         ):
             return _ref.empty_value(kind, row, shape, device)
         return _ref.Ref(_memory.Memory(0, _native.KIND_BLOCK, 0, 0, device), 0, row, shape, None, kind)

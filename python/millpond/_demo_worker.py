@@ -1,4 +1,5 @@
 """A worker of `millpond demo`: `python -m millpond._demo_worker`."""
+
 import gc
 import hashlib
 import sys

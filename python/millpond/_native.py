@@ -3,6 +3,7 @@
 Everything else in the package calls the functions of this module; tests replace them here and only here. Functions that may
 block go through `CDLL` (the GIL is released); those that never do go through `PyDLL`, which is cheaper.
 """
+
 import ctypes
 import json
 import os
@@ -91,14 +92,12 @@ class _Library:
                 except AttributeError:
                     raise errors.Unsupported(f"{path} has no function {name}: it is not this version of millpond") from None
                 function.restype, function.argtypes = result, arguments
-                setattr(self, name[len("millpond_"):], function)
+                setattr(self, name[len("millpond_") :], function)
         version = self.abi_version()
         if version != ABI_VERSION:
             raise errors.Unsupported(f"{path} has ABI version {version}, this package needs {ABI_VERSION}")
         api = ctypes.pythonapi
-        self.dlpack_init(
-            ctypes.cast(api.PyCapsule_IsValid, _ptr).value, ctypes.cast(api.PyCapsule_GetPointer, _ptr).value
-        )
+        self.dlpack_init(ctypes.cast(api.PyCapsule_IsValid, _ptr).value, ctypes.cast(api.PyCapsule_GetPointer, _ptr).value)
         self.capsule_destructor = ctypes.cast(quick.millpond_dlpack_capsule_destructor, _ptr)
         self.capsule_new = ctypes.PYFUNCTYPE(ctypes.py_object, _ptr, ctypes.c_char_p, _ptr)(("PyCapsule_New", api))
 

@@ -1,4 +1,5 @@
 """`Ref`: a received value that is not touched yet. Forwarding it maps nothing."""
+
 import sys
 
 from . import _dtypes, _memory, _native, _streams, errors
@@ -33,7 +34,7 @@ class Ref:
 
     @property
     def device(self):
-        """"cpu", or "cuda:N" as this process counts ("cuda" before its first use here)."""
+        """ "cpu", or "cuda:N" as this process counts ("cuda" before its first use here)."""
         device = self._held().device
         if device < 0:
             return "cpu"

@@ -1,4 +1,5 @@
 """This process's attachment to an owner: one, at most."""
+
 import os
 import platform
 import sys

@@ -1,4 +1,5 @@
 """`Arena`: the parent's side. It starts the owner, attaches, names workers, accepts them, makes values."""
+
 import atexit
 import os
 import re

@@ -1,10 +1,10 @@
 """Two and more real processes on the host driver, through the native library and the owner program."""
+
 import contextlib
 import gc
 import hashlib
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -87,6 +87,7 @@ def sha(value):
 
 
 # Values.
+
 
 def test_peer_and_devices(arena, a):
     assert a.peer.name == "a" and a.peer.pid == a.call("pid", timeout=30)
@@ -200,6 +201,7 @@ def test_numpy_stays_numpy_and_torch_stays_torch(a):
 
 
 # Lifetime.
+
 
 def test_dropped_right_after_send_is_still_what_was_sent(arena, a):
     for round in range(20):
@@ -347,6 +349,7 @@ def test_a_forked_child_disturbs_nobody(arena, a):
 
 # Other Pythons.
 
+
 @pytest.mark.parametrize("version", ["3.9", "3.10", "3.13"])
 def test_a_worker_of_another_python(arena, version):
     import glob
@@ -364,6 +367,7 @@ def test_a_worker_of_another_python(arena, version):
 
 
 # Bad input, each with a named error where the fault is.
+
 
 def test_attach_twice(arena, a):
     with pytest.raises(millpond.AlreadyAttached):
@@ -477,6 +481,7 @@ def test_time_outs(arena, a):
 
 
 # Ends.
+
 
 def test_a_killed_worker_gives_all_back_and_is_named(arena):
     with started(arena, "victim") as (victim,):

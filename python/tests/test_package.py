@@ -1,4 +1,5 @@
 """The package itself: old syntax, no imports of others, names."""
+
 import glob
 import os
 import py_compile

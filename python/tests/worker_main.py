@@ -1,4 +1,5 @@
 """The worker of the end-to-end tests: serves small things until its channel ends. Python 3.9, numpy optional."""
+
 import gc
 import hashlib
 import os

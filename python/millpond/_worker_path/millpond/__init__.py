@@ -1,5 +1,6 @@
 """What `Arena.worker_env()` puts on a worker's PYTHONPATH: this package under its name, and nothing else that happens to be
 installed beside it, for the worker may be another Python with packages of its own."""
+
 import os as _os
 
 _folder = _os.path.dirname(_os.path.dirname(_os.path.dirname(_os.path.abspath(__file__))))
