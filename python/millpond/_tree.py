@@ -27,13 +27,6 @@ MAX_DEPTH = 100
 
 _dumps = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False, allow_nan=False, check_circular=False).encode
 _dumps_ascii = json.JSONEncoder(separators=(",", ":"), allow_nan=False, check_circular=False).encode
-_device_ids = {}
-
-
-def configure(device_ids):
-    """Told by attach: {ordinal: id} of the devices."""
-    _device_ids.clear()
-    _device_ids.update(device_ids)
 
 
 class _No(Exception):
@@ -271,7 +264,11 @@ def _reference(e, ref, depth):
 
 
 def _device_id(device):
-    return 0 if device < 0 else _device_ids.get(device, device)
+    if device < 0:
+        return 0
+    from . import _session
+
+    return _session.device_id(device)
 
 
 # numpy.
@@ -307,7 +304,7 @@ def _packed(e, array, nbytes):
     e.out.copies += 1
     e.out.copied_bytes += nbytes
     try:
-        packed = np.asarray(_memory._Holder(_memory.block(nbytes, -1))).view(array.dtype).reshape(array.shape)
+        packed = np.asarray(_memory._Holder(_memory.block(nbytes, -1), 0, "|u1", (nbytes,), None)).view(array.dtype).reshape(array.shape)
         packed[...] = array
         return packed
     except errors.Error:

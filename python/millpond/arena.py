@@ -62,7 +62,10 @@ class Arena:
             self._owner = _owner.Owner(limit, driver, devices, chunk_bytes, timeout)
             self.socket, key = self._owner.socket, self._owner.key
         else:
-            answer = _native.control("serve_inline", driver=driver, limit=limit, chunk_bytes=chunk_bytes, devices=devices)
+            if devices is not None:
+                raise errors.Unsupported('devices= needs owner="process"')
+            limit = None if limit is None else str(limit)
+            answer = _native.control("serve_inline", driver=driver, limit=limit, chunk_bytes=chunk_bytes)
             self.socket, key = answer["socket"], answer["key"]
         self._key = key
         try:
@@ -70,8 +73,7 @@ class Arena:
                 self.socket, key, name=name, role="parent", driver=driver, on_owner_death=on_owner_death, wait=wait
             )
         except BaseException:
-            if self._owner is not None:
-                self._owner.stop()
+            self._stop_owner()
             raise
         self._open = True
         atexit.register(self._at_exit)
@@ -148,8 +150,13 @@ class Arena:
         try:
             _session.detach()
         finally:
-            if self._owner is not None:
-                self._owner.stop()
+            self._stop_owner()
+
+    def _stop_owner(self):
+        if self._owner is not None:
+            self._owner.stop()
+        else:
+            _native.control("stop_inline")
 
     def _check(self):
         if not self._open:

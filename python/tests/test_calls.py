@@ -260,7 +260,7 @@ def test_result_is_allocated_by_the_caller(served, monkeypatch):
     np = pytest.importorskip("numpy")
     from millpond import _session
 
-    monkeypatch.setattr(_session, "_info", {"devices": []})
+    monkeypatch.setattr(_session, "_info", {"devices": [{"ordinal": -1}]})
     caller, server = served()
 
     @server.serve

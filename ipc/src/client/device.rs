@@ -106,7 +106,6 @@ impl LiveSink for Sink {
                 leased_out: live.leased_out,
                 leased_in: live.leased_in,
                 out_of_memory: live.out_of_memory,
-                ..LiveRow::default()
             });
         }
     }

