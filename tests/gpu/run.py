@@ -110,17 +110,17 @@ class Runner:
         self.results["gpu"] = [line.strip() for line in lines]
         self.results["driver"] = lines[0].split(",")[2].strip() if lines and lines[0].count(",") >= 2 else None
         self.results["kernel"], self.results["cpus"] = os.uname().release, os.cpu_count()
-        ask_torch = "import torch, json; print(json.dumps({'torch': torch.__version__, 'cuda': torch.version.cuda}))"
+        ask_torch = "import torch, json; print(json.dumps({'torch_version': torch.__version__, 'cuda_version': torch.version.cuda}))"
         # The first import reads a few GiB from a cold disk.
         known = self.ask(sys.executable, "-c", ask_torch)
-        self.results.update(json.loads(known) if known.startswith("{") else {"torch": None, "cuda": None})
+        self.results.update(json.loads(known) if known.startswith("{") else {"torch_version": None, "cuda_version": None})
         self.results["python"] = sys.version.split()[0]
         doctor = self.ask(os.path.join(self.bin, "millpond"), "doctor", "--json")
         try:
             self.results["doctor"] = json.loads(doctor)
         except ValueError:
             self.results["doctor"] = doctor[-2000:] or None
-        facts = {key: self.results[key] for key in ("gpu", "driver", "torch", "cuda", "kernel", "cpus", "commit")}
+        facts = {key: self.results[key] for key in ("gpu", "driver", "torch_version", "cuda_version", "kernel", "cpus", "commit")}
         self.say(f"machine ({time.monotonic() - self.start:.1f} s): {json.dumps(facts)}")
         self.log.write(f"doctor: {doctor}\n")
 
