@@ -8,7 +8,7 @@ PY     := .venv/bin/python
 export CARGO_TERM_COLOR ?= auto
 SOURCES := $(shell git ls-files 2>/dev/null | grep -E '^(Cargo\.|allocator/|ipc/|torch-plugin/|python/(millpond|pyproject|hatch))' | grep -v '/tests/')
 
-.PHONY: demo test test-rust test-python lint bench clean
+.PHONY: demo test test-rust test-python lint bench header clean
 demo: .venv/.millpond .venv/.demo
 	.venv/bin/millpond demo $(ARGS)
 
@@ -18,12 +18,15 @@ test-rust:
 	cargo test --workspace --all-features --locked
 
 test-python: .venv/.millpond .venv/.test
-	cd python && ../$(PY) -m pytest -q tests
+	MILLPOND_TEST_INSTALLED=1 MILLPOND_TEST_NATIVE=1 $(PY) -m pytest -q python/tests
 
 lint:
 	cargo fmt --all --check
 	cargo clippy --workspace --all-targets --all-features --locked -- -D warnings
 	RUSTDOCFLAGS="-D warnings" cargo doc --workspace --no-deps --all-features --locked --quiet
+
+header:
+	MILLPOND_WRITE_HEADER=1 cargo test -q -p millpond-torch --test header
 
 bench: .venv/.millpond
 	.venv/bin/millpond bench $(ARGS)

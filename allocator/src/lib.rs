@@ -1,12 +1,15 @@
 //! millpond's allocator: one device's memory, seen by one process.
 //!
 //! * [`driver`]: the calls that are made of a device, CUDA's or the host's.
+//! * [`heap`]: a process's own blocks, reused in stream order.
 //! * [`timeline`]: the words that streams of several processes write and wait on.
 //! * [`tlsf`]: where blocks lie, with all bookkeeping outside the memory.
 #![deny(unsafe_code)]
 
 pub mod driver;
 pub mod heap;
+#[cfg(feature = "replay")]
+pub mod replay;
 pub mod timeline;
 pub mod tlsf;
 pub mod window;

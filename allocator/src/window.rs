@@ -119,18 +119,20 @@ impl Window {
         Ok(())
     }
 
-    /// Unmaps one chunk. Nothing queued may reach it any more: unmapping does not wait, it kills.
+    /// Unmaps one chunk. Nothing queued may reach it any more: unmapping does not wait, it kills. `None`: it is not mapped.
     ///
     /// # Errors
-    /// What the driver says; the chunk then counts as gone all the same.
+    /// What the driver says; the chunk is still mapped then.
     pub fn unmap(&self, epoch: u64) -> Result<Option<Chunk>, DriverError> {
         let mut mapped = self.chunks.lock();
         let Some((offset, (chunk, memory))) = mapped.iter().find(|(_, (chunk, _))| chunk.epoch == epoch).map(|(k, v)| (*k, *v)) else {
             return Ok(None);
         };
-        mapped.remove(&offset);
         self.driver.unmap(self.base + chunk.offset, chunk.bytes)?;
-        self.driver.release(memory)?;
+        mapped.remove(&offset);
+        if let Err(error) = self.driver.release(memory) {
+            tracing::error!(epoch, %error, "the memory of a chunk could not be released");
+        }
         Ok(Some(chunk))
     }
 

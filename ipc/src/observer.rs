@@ -69,7 +69,7 @@ impl Observer {
         let hello = serde_json::to_vec(&hello).map_err(FrameError::from)?;
         send_frame(socket.as_fd(), &hello, &[], Some(timeout))?;
         let mut reader = FrameReader::default();
-        let frame = reader.read_frame(socket.as_fd(), Some(timeout))?;
+        let frame = reader.read_frame(socket.as_fd(), Some(timeout), false)?;
         let welcome = match serde_json::from_slice(&frame).map_err(FrameError::from)? {
             FromOwner::Welcome { welcome } => welcome,
             FromOwner::Refused { refused } => return Err(ObserveError::Refused(refused)),

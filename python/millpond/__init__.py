@@ -1,16 +1,17 @@
 """millpond: one arena of GPU memory for many processes.
 
-    import millpond                                      # parent
-    arena = millpond.Arena(limit="80%")
-    worker = subprocess.Popen([...], env=arena.worker_env("denoiser"))
-    conn = arena.accept(timeout=30)
-    conn.send({"latent": t, "steps": 20}); out = conn.recv(timeout=60)
+import millpond                                      # parent
+arena = millpond.Arena(limit="80%")
+worker = subprocess.Popen([...], env=arena.worker_env("denoiser"))
+conn = arena.accept(timeout=30)
+conn.send({"latent": t, "steps": 20}); out = conn.recv(timeout=60)
 
-    import millpond                                      # worker
-    millpond.attach()
-    millpond.torch.install()                             # torch's CUDA allocator is ours from here on
-    conn = millpond.connection(); job = conn.recv()
+import millpond                                      # worker
+millpond.attach()
+millpond.torch.install()                             # torch's CUDA allocator is ours from here on
+conn = millpond.connection(); job = conn.recv()
 """
+
 from . import _native, _ref, _session
 from ._calls import cancelled, check_cancelled
 from ._ref import Ref

@@ -8,6 +8,7 @@ Headers on the wire, each before the value it belongs to:
     ["x", id]                      cancel
     ["l"]                          a log record
 """
+
 import collections
 import itertools
 import logging
@@ -173,16 +174,14 @@ class Calls:
     def result(self, shape, dtype, device=None):
         """Inside a served function: a value that the caller allocated in its own memory, for this side to fill in place and
         return."""
-        import sys
-
-        from . import _dtypes
+        from . import _dtypes, _ref, _session
 
         running = getattr(_here, "running", None)
         if running is None or running.channel is not self:
             raise errors.InvalidArgument("conn.result() is for a function that serves a call of this connection")
         row = _dtypes.parse(dtype)
         shape = [shape] if isinstance(shape, int) else [int(n) for n in shape]
-        kind = "t" if "torch" in sys.modules or row.numpy is None else "n"
+        kind = _ref.default_kind(row, _session.device_ordinal(device), dtype)
         return self._call(_RESULT, (shape, row.name, None if device is None else str(device), kind), {}, None)
 
     def forward_logs(self, logger=None, level=logging.INFO):
@@ -249,13 +248,8 @@ class Calls:
         from . import _ref, _session
 
         ordinal = _session.device_ordinal(device)
-        if kind == "n" and (ordinal >= 0 or not _ref.available("numpy")):
-            kind = "r"
-        if kind == "t" and not _ref.available("torch"):
-            kind = "r"
-        value = _ref.empty(shape, dtype, ordinal, kind)
-        if kind == "r":
-            value._kind = "n" if ordinal < 0 and kind == "n" else "t"
+        value = _ref.empty(shape, dtype, ordinal, "r")
+        value._kind = kind  # what the other side makes of it, and sends back
         with self._state:
             pending = self._pending.get(parent)
             if pending is not None:

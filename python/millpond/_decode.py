@@ -1,9 +1,10 @@
 """Decoding: the text and ranges of a received message become the value again. The tags are those of `_tree`."""
+
 import base64
 import json
 import sys
 
-from . import _dtypes, _memory, _native, _ref, _streams, _types, errors
+from . import _dtypes, _memory, _native, _ref, _session, _streams, _types, errors
 
 
 class Received:
@@ -91,10 +92,9 @@ class _Decoder:
         """A value without bytes; `device_id` is 0 for the CPU."""
         if 0 not in shape:
             raise errors.Protocol(f"a tensor of shape {shape} without memory")
-        device = _ordinal(device_id)
+        device = -1 if device_id == 0 else _session.ordinal_of(device_id)
         if not self.lazy and (
-            (kind == "n" and _ref.available("numpy") and (row.numpy or _ref.available("ml_dtypes")))
-            or (kind == "t" and self.torch(device))
+            (kind == "n" and _ref.available("numpy") and (row.numpy or _ref.available("ml_dtypes"))) or (kind == "t" and self.torch(device))
         ):
             return _ref.empty_value(kind, row, shape, device)
         return _ref.Ref(_memory.Memory(0, _native.KIND_BLOCK, 0, 0, device), 0, row, shape, None, kind)
@@ -106,21 +106,6 @@ class _Decoder:
         if kind == "a":
             return bytearray(_memory.buffer(memory, offset, nbytes))
         return _memory.buffer(memory, offset, nbytes)
-
-
-_ordinals = {}
-
-
-def configure(device_ids):
-    """Told by attach: {ordinal: id} of the devices."""
-    _ordinals.clear()
-    _ordinals.update((id, ordinal) for ordinal, id in device_ids.items())
-
-
-def _ordinal(device_id):
-    if device_id == 0:
-        return -1
-    return _ordinals.get(device_id, device_id if isinstance(device_id, int) else 0)
 
 
 def _scalar(decoder, node):

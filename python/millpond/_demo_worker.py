@@ -1,17 +1,18 @@
 """A worker of `millpond demo`: `python -m millpond._demo_worker`."""
+
 import gc
 import hashlib
 import sys
 import time
 
 import millpond
-from millpond import _ref, _safetensors, _session, errors
+from millpond import _dtypes, _memory, _ref, _safetensors, _session, errors
 
 
 def raw(value):
     """The bytes of a value as something that hashlib takes; from the GPU if need be."""
     if isinstance(value, _ref.Ref):
-        value = value.value() if value._row.numpy else _ref.Ref(value._memory, value._offset, _bytes_row(), (value.nbytes,), None).numpy()
+        value = _ref.Ref(value._memory, value._offset, _dtypes.BY_NAME["uint8"], (value.nbytes,), None).numpy()
     if hasattr(value, "data_ptr"):
         import torch
 
@@ -19,12 +20,6 @@ def raw(value):
     import numpy as np
 
     return memoryview(np.ascontiguousarray(value).reshape(-1).view(np.uint8))
-
-
-def _bytes_row():
-    from . import _dtypes
-
-    return _dtypes.BY_NAME["uint8"]
 
 
 def hash_all(tensors):
@@ -50,20 +45,29 @@ def held_bytes(ledger):
     )
 
 
+def numbers(value):
+    """A value as a flat float64 array, in the same way in every process, whatever is installed there."""
+    import numpy as np
+
+    if isinstance(value, _ref.Ref):
+        name = value.dtype
+    else:
+        name = _dtypes.of_torch(value.dtype) if hasattr(value, "data_ptr") else _dtypes.of_numpy(value.dtype)
+    row, data = _dtypes.lookup(name), raw(value)
+    if name == "bfloat16":
+        return (np.frombuffer(data, "uint16").astype("uint32") << 16).view("float32").astype("float64")
+    if row.numpy is None or row.name.startswith(("np:", "complex")):
+        return np.frombuffer(data, "uint8").astype("float64")
+    return np.frombuffer(data, row.numpy).astype("float64")
+
+
 def compute(tensors):
-    """For each floating tensor its sum, norm and largest, and the cosine of its two halves: float64."""
+    """For each tensor its sum, norm and largest, and the cosine of its two halves: float64."""
     import numpy as np
 
     rows = []
     for name in sorted(tensors):
-        value = tensors[name]
-        if isinstance(value, _ref.Ref):
-            value = raw(value)
-        if hasattr(value, "data_ptr"):
-            import torch
-
-            value = value.detach().to(torch.float64).cpu().numpy()
-        flat = np.asarray(value, "float64").reshape(-1)
+        flat = numbers(tensors[name])
         half = len(flat) // 2
         if half == 0:
             rows.append([flat.sum(), abs(flat).sum(), flat.max() if len(flat) else 0.0, 1.0])
@@ -99,18 +103,14 @@ class Worker:
         if self.gpu:
             value = self._read_gpu(path, entry, shape)
         else:
-            ref = millpond._ref.empty(shape, entry.dtype, -1, "r")
+            ref = _ref.empty(shape, entry.dtype, -1, "r")
             if entry.nbytes:
-                from . import _memory
-
                 _safetensors.read_into(path, entry, _memory.buffer(ref._memory, 0, entry.nbytes))
             value = ref.numpy() if ref._row.numpy else ref
         return value.T if entry.transposed else value
 
     def _read_gpu(self, path, entry, shape):
         import torch
-
-        from . import _dtypes
 
         staging = torch.empty(entry.nbytes, dtype=torch.uint8)
         if entry.nbytes:
@@ -135,7 +135,6 @@ class Worker:
 
             result.copy_(torch.from_numpy(mine))
         else:
-            result = result.numpy() if isinstance(result, _ref.Ref) else result
             result[...] = mine
         return {"hashes": hashes, "result": result, "own_copied_bytes": millpond.counters().get("copied_bytes", 0) - before}
 
@@ -185,7 +184,7 @@ class Worker:
 def main():
     """Serves until the parent closes the channel."""
     info = millpond.attach()
-    gpu = any(d["ordinal"] >= 0 for d in info.get("devices", ()))
+    gpu = any(d["ordinal"] != -1 for d in info.get("devices", ()))
     if gpu:
         import torch  # noqa: F401  before the first CUDA use
 

@@ -1,4 +1,5 @@
 """`Memory`: one import or one block of ours, given back exactly once; and the arrays and tensors that lie over it."""
+
 import ctypes
 
 from . import _dtypes, _native, _streams, errors
@@ -43,11 +44,14 @@ class Memory:
         stream = _streams.current(self.device)
         if not self.address or stream != self.stream:
             self._open(stream, 0)
+            if _streams.current(self.device) != stream:  # it was on another device than was known before
+                self._open(_streams.current(self.device), 0)
         return self
 
     def _open(self, stream, flags):
-        address, nbytes, _, _, device, flags = _native.import_open(self.handle, stream, flags)
-        self.address, self.nbytes, self.device, self.flags, self.stream = address, nbytes, device, flags, stream
+        address, nbytes, _, _, device, got = _native.import_open(self.handle, stream, flags)
+        self.address, self.nbytes, self.device, self.stream = address, nbytes, device, stream
+        self.flags |= got
 
     @property
     def read_only(self):
@@ -72,12 +76,13 @@ class _Holder:
 
     __slots__ = ("memory", "__array_interface__")
 
-    def __init__(self, memory):
+    def __init__(self, memory, offset, typestr, shape, strides):
         self.memory = memory
         self.__array_interface__ = {
-            "shape": (memory.nbytes,),
-            "typestr": "|u1",
-            "data": (memory.address, memory.read_only),
+            "shape": shape,
+            "typestr": typestr,
+            "data": (memory.address + offset, memory.read_only),
+            "strides": strides,
             "version": 3,
         }
 
@@ -108,27 +113,39 @@ def span(shape, strides):
 
 def check_bounds(memory, offset, row, shape, strides):
     """Refuses a description that reaches outside of the memory: it came from another process."""
-    if strides is not None and (len(strides) != len(shape) or any(s < 0 for s in strides)):
-        raise errors.Protocol(f"strides {strides} do not fit shape {shape}")
-    if offset < 0 or any(n < 0 for n in shape):
-        raise errors.Protocol(f"a tensor at offset {offset} with shape {shape} is impossible")
-    end = offset + span(shape, strides) * row.itemsize
-    if end > memory.nbytes:
-        raise errors.Protocol(f"a tensor ends at byte {end} of {memory.nbytes}")
+    last, count = 0, 1
+    possible = offset >= 0
+    if strides is None:
+        for n in shape:
+            possible &= n >= 0
+            count *= n
+    else:
+        possible &= len(strides) == len(shape)
+        for n, s in zip(shape, strides):
+            possible &= n >= 0 and s >= 0
+            count *= n
+            last += (n - 1) * s
+        count = last + 1 if count else 0
+    if not possible:
+        raise errors.Protocol(f"a tensor at offset {offset} with shape {shape} and strides {strides} is impossible")
+    if offset + count * row.itemsize > memory.nbytes:
+        raise errors.Protocol(f"a tensor ends at byte {offset + count * row.itemsize} of {memory.nbytes}")
 
 
 def numpy_view(memory, offset, row, shape, strides):
     """A numpy array over (part of) host memory; the array keeps the memory alive."""
     import numpy as np
 
-    dtype = _dtypes.to_numpy(row.name)
     if memory.device >= 0:
         raise errors.Unsupported(f"numpy cannot see the memory of GPU {memory.device}: take the value with .torch()")
     memory.touch()
-    base = np.asarray(_Holder(memory))
+    size = row.itemsize
     if strides is not None:
-        strides = tuple(s * row.itemsize for s in strides)
-    return np.ndarray(shape, dtype, base, offset, strides)
+        strides = tuple([s * size for s in strides])
+    if row.numpy:
+        return np.asarray(_Holder(memory, offset, row.numpy, shape, strides))
+    base = np.asarray(_Holder(memory, 0, "|u1", (memory.nbytes,), None))
+    return np.ndarray(shape, _dtypes.to_numpy(row.name), base, offset, strides)
 
 
 def torch_view(memory, offset, row, shape, strides):
@@ -164,9 +181,7 @@ def _torch_import(memory, row, shape, strides, offset):
     if not memory.owned:
         raise errors.Closed("this value was already handed over")
     code, bits = row.dlpack
-    capsule = _native.dlpack_capsule(
-        memory.address + offset, memory.device, code, bits, shape, strides, memory.handle, memory.kind
-    )
+    capsule = _native.dlpack_capsule(memory.address + offset, memory.device, code, bits, shape, strides, memory.handle, memory.kind)
     memory.owned = False  # the capsule has it now, whatever happens below
     tensor = torch.utils.dlpack.from_dlpack(capsule)
     return tensor if row.name in _dtypes.NATIVE_DLPACK else tensor.view(_dtypes.to_torch(row.name))

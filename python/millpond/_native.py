@@ -3,6 +3,7 @@
 Everything else in the package calls the functions of this module; tests replace them here and only here. Functions that may
 block go through `CDLL` (the GIL is released); those that never do go through `PyDLL`, which is cheaper.
 """
+
 import ctypes
 import json
 import os
@@ -19,8 +20,10 @@ KIND_IMPORT, KIND_BLOCK = 0, 1
 
 #: millpond_tensor: address, bytes, stream, import_, device, flags.
 TENSOR = struct.Struct("=QQQQiI")
+_Tensor = ctypes.c_char * TENSOR.size
 #: How long the main thread stays in one native wait before Python may handle a signal (Ctrl-C).
 _SLICE_MS = 200
+_FOR_EVER_MS = 1 << 40
 
 _lock = threading.Lock()
 _loaded = None
@@ -33,22 +36,6 @@ class _Message(ctypes.Structure):
         ("tensors", ctypes.c_void_p),
         ("count", ctypes.c_size_t),
         ("sender", ctypes.c_uint64),
-    ]
-
-
-class _DlpackSpec(ctypes.Structure):
-    _fields_ = [
-        ("address", ctypes.c_uint64),
-        ("device_type", ctypes.c_int32),
-        ("device_id", ctypes.c_int32),
-        ("ndim", ctypes.c_int32),
-        ("code", ctypes.c_uint8),
-        ("bits", ctypes.c_uint8),
-        ("lanes", ctypes.c_uint16),
-        ("shape", ctypes.c_void_p),
-        ("strides", ctypes.c_void_p),
-        ("owner", ctypes.c_uint64),
-        ("kind", ctypes.c_uint32),
     ]
 
 
@@ -74,7 +61,7 @@ _QUICK = {
     "millpond_message_free": (None, [ctypes.POINTER(_Message)]),
     "millpond_import_record_stream": (_i32, [_u64, _u64]),
     "millpond_import_release": (_i32, [_u64]),
-    "millpond_dlpack": (_ptr, [ctypes.POINTER(_DlpackSpec)]),
+    "millpond_dlpack": (_ptr, [_ptr]),
     "millpond_dlpack_init": (None, [_ptr, _ptr]),
     "millpond_torch_can_throw": (_i32, []),
 }
@@ -105,14 +92,12 @@ class _Library:
                 except AttributeError:
                     raise errors.Unsupported(f"{path} has no function {name}: it is not this version of millpond") from None
                 function.restype, function.argtypes = result, arguments
-                setattr(self, name[len("millpond_"):], function)
+                setattr(self, name[len("millpond_") :], function)
         version = self.abi_version()
         if version != ABI_VERSION:
             raise errors.Unsupported(f"{path} has ABI version {version}, this package needs {ABI_VERSION}")
         api = ctypes.pythonapi
-        self.dlpack_init(
-            ctypes.cast(api.PyCapsule_IsValid, _ptr).value, ctypes.cast(api.PyCapsule_GetPointer, _ptr).value
-        )
+        self.dlpack_init(ctypes.cast(api.PyCapsule_IsValid, _ptr).value, ctypes.cast(api.PyCapsule_GetPointer, _ptr).value)
         self.capsule_destructor = ctypes.cast(quick.millpond_dlpack_capsule_destructor, _ptr)
         self.capsule_new = ctypes.PYFUNCTYPE(ctypes.py_object, _ptr, ctypes.c_char_p, _ptr)(("PyCapsule_New", api))
 
@@ -151,7 +136,7 @@ def milliseconds(timeout):
 def in_slices(step, timeout):
     """Runs `step(timeout_ms)` until it does not time out. The main thread comes back for signals now and then."""
     if threading.current_thread() is not threading.main_thread():
-        return step(milliseconds(timeout))
+        return step(_FOR_EVER_MS if timeout is None else milliseconds(timeout))
     end = None if timeout is None else time.monotonic() + timeout
     while True:
         left = _SLICE_MS if end is None else milliseconds(max(0.0, end - time.monotonic()))
@@ -181,12 +166,12 @@ def send(channel, tree, tensors, timeout_ms):
     count = len(tensors)
     buffer = None
     if count:
-        buffer = ctypes.create_string_buffer(count * 40)
+        buffer = ctypes.create_string_buffer(count * TENSOR.size)
         pack = TENSOR.pack_into
         at = 0
         for tensor in tensors:
             pack(buffer, at, *tensor)
-            at += 40
+            at += TENSOR.size
     if library().send(channel, tree, len(tree), buffer, count, timeout_ms) < 0:
         raise last_error("send")
     return [t[5] for t in TENSOR.iter_unpack(buffer)] if count else []
@@ -203,7 +188,7 @@ def receive(channel, timeout_ms, flags, streams):
         message = out.contents
         tree = ctypes.string_at(message.tree, message.tree_bytes).decode("utf-8", "surrogatepass")
         count = message.count
-        tensors = list(TENSOR.iter_unpack(ctypes.string_at(message.tensors, count * 40))) if count else []
+        tensors = list(TENSOR.iter_unpack(ctypes.string_at(message.tensors, count * TENSOR.size))) if count else []
         return tree, tensors, message.sender
     finally:
         lib.message_free(out)
@@ -225,7 +210,7 @@ def deallocate(address):
 
 def import_open(handle, stream, flags):
     """Maps an import and makes the stream wait for READY: a `TENSOR` tuple."""
-    buffer = ctypes.create_string_buffer(40)
+    buffer = _Tensor()
     if library().import_open(handle, stream, flags, buffer) < 0:
         raise last_error("import")
     return TENSOR.unpack(buffer)
@@ -255,17 +240,30 @@ def wait_done(address, stream, flags, timeout_ms):
         raise last_error("wait_done")
 
 
+def _dlpack_spec(ndim):
+    """(buffer type, struct) of millpond_dlpack_spec with the shape and the strides right behind it."""
+    layout = struct.Struct(f"=QiiiBBHQQQI4x{2 * ndim}q")
+    return ctypes.c_char * layout.size, layout
+
+
+_DLPACK_SPECS = [_dlpack_spec(ndim) for ndim in range(9)]
+_SPEC_BYTES = _DLPACK_SPECS[0][1].size
+
+
 def dlpack_capsule(address, device, code, bits, shape, strides, owner, kind):
     """A "dltensor" capsule over our memory, whose deleter ends the import (or frees the block) `owner`."""
     lib = library()
     ndim = len(shape)
-    array = (_i64 * (2 * ndim or 1))(*shape, *strides)
-    base = ctypes.addressof(array)
-    gpu = device >= 0
-    spec = _DlpackSpec(
-        address, 2 if gpu else 1, device if gpu else 0, ndim, code, bits, 1, base, base + 8 * ndim, owner, kind
-    )
-    managed = lib.dlpack(ctypes.byref(spec))
+    buffer, layout = _DLPACK_SPECS[ndim] if ndim < 9 else _dlpack_spec(ndim)
+    spec = buffer()
+    base = ctypes.addressof(spec)
+    after = base + _SPEC_BYTES
+    where = (2, device) if device >= 0 else (1, 0)
+    try:
+        layout.pack_into(spec, 0, address, *where, ndim, code, bits, 1, after, after + 8 * ndim, owner, kind, *shape, *strides)
+    except struct.error as e:
+        raise errors.InvalidArgument(f"no tensor can have shape {shape} and strides {strides}: {e}") from None
+    managed = lib.dlpack(base)
     if not managed:
         raise last_error("dlpack")
     return lib.capsule_new(managed, b"dltensor", lib.capsule_destructor)

@@ -1,4 +1,5 @@
 """Starts the owner program and reads where it listens."""
+
 import json
 import os
 import select
@@ -30,8 +31,9 @@ class Owner:
     """The owner's process. It watches this one and ends with it."""
 
     def __init__(self, limit=None, driver="auto", devices=None, chunk_bytes=None, timeout=30.0):
+        program = program_path()
         read_end, write_end = os.pipe()
-        command = [program_path(), "serve", "--parent-pid", str(os.getpid()), "--ready-fd", str(write_end), "--json"]
+        command = [program, "serve", "--parent-pid", str(os.getpid()), "--ready-fd", str(write_end), "--json"]
         for flag, value in (("--limit", limit), ("--driver", driver), ("--chunk-bytes", chunk_bytes)):
             if value is not None:
                 command += [flag, str(value)]

@@ -1,7 +1,8 @@
 """`Ref`: a received value that is not touched yet. Forwarding it maps nothing."""
+
 import sys
 
-from . import _dtypes, _memory, _native, errors
+from . import _dtypes, _memory, _native, _streams, errors
 
 
 class Ref:
@@ -33,9 +34,11 @@ class Ref:
 
     @property
     def device(self):
-        """"cpu", or "cuda:N" as this process counts."""
+        """ "cpu", or "cuda:N" as this process counts ("cuda" before its first use here)."""
         device = self._held().device
-        return "cpu" if device < 0 else f"cuda:{device}"
+        if device < 0:
+            return "cpu"
+        return "cuda" if device == _streams.UNKNOWN else f"cuda:{device}"
 
     @property
     def nbytes(self):
@@ -120,7 +123,7 @@ class Ref:
         return array.copy() if copy else array
 
     def __dlpack_device__(self):
-        device = self._held().device
+        device = self._held().touch().device
         return (1, 0) if device < 0 else (2, device)
 
     def __dlpack__(self, *, stream=None, max_version=None, dl_device=None, copy=None):
@@ -191,14 +194,15 @@ _found = {}
 
 
 def available(module):
-    """Whether a module is loaded or can be."""
+    """Whether a module is loaded or can be: loads it."""
     if sys.modules.get(module) is not None:
         return True
     if module not in _found:
-        import importlib.util
+        import importlib
 
         try:
-            _found[module] = importlib.util.find_spec(module) is not None
-        except (ImportError, ValueError):
+            importlib.import_module(module)
+            _found[module] = True
+        except ImportError:  # not there, or another Python's
             _found[module] = False
     return _found[module]

@@ -1,8 +1,11 @@
 """This process's attachment to an owner: one, at most."""
+
 import os
+import platform
+import sys
 import threading
 
-from . import _decode, _native, _streams, _tree, errors
+from . import _native, _streams, errors
 
 _lock = threading.Lock()
 _info = None
@@ -21,6 +24,8 @@ def attach(socket=None, key=None, name=None, role="worker", driver="auto", limit
         )
     with _lock:
         if _info is not None:
+            if _info["pid"] != os.getpid():
+                raise errors.Forked("this process is a fork of one that is attached: start workers with exec (subprocess, spawn)")
             raise errors.AlreadyAttached(f"this process is attached to {_info['socket']} already")
         answer = _native.control(
             "attach",
@@ -32,13 +37,12 @@ def attach(socket=None, key=None, name=None, role="worker", driver="auto", limit
             limit=limit,
             on_owner_death=on_owner_death,
             wait=wait,
+            python=platform.python_version(),
+            torch=getattr(sys.modules.get("torch"), "__version__", None),
         )
         answer.update(socket=socket, key=key, pid=os.getpid())
         _info = answer
-        ids = {d["ordinal"]: d["id"] for d in answer.get("devices", ()) if d["ordinal"] >= 0}
-        _streams.configure(len(ids))
-        _tree.configure(ids)
-        _decode.configure(ids)
+        _streams.configure(sum(1 for d in answer.get("devices", ()) if d["ordinal"] != -1))
     return answer
 
 
@@ -74,9 +78,25 @@ def connection(timeout=30.0):
 
 def default_device():
     """The device that new values are made on: the first GPU, or the host (-1)."""
-    ordinals = [d["ordinal"] for d in info().get("devices", ())]
-    gpus = [n for n in ordinals if n >= 0]
-    return min(gpus) if gpus else -1
+    gpus = [d["ordinal"] for d in info().get("devices", ()) if d["ordinal"] != -1]
+    known = [n for n in gpus if n is not None]
+    return (min(known) if known else 0) if gpus else -1
+
+
+def device_id(ordinal):
+    """The identity of a GPU: another process may count them differently."""
+    for device in _native.control("status").get("devices", ()):
+        if device["ordinal"] == ordinal:
+            return device["id"]
+    return ordinal
+
+
+def ordinal_of(device_id):
+    """This process's ordinal of a GPU. The library knows it once the GPU is in use here; before, a single one is 0."""
+    for device in _native.control("status").get("devices", ()):
+        if device["id"] == device_id and device["ordinal"] is not None:
+            return device["ordinal"]
+    return device_id if isinstance(device_id, int) else 0
 
 
 def device_ordinal(device):

@@ -1,5 +1,9 @@
 """Which CUDA stream this thread works on, asked of torch and only if torch is loaded and has a context."""
+
 import sys
+
+#: The ordinal of a GPU that the library does not use yet in this process.
+UNKNOWN = 0x7FFFFFFF
 
 _session_gpus = 0
 
@@ -28,7 +32,9 @@ def current(device):
     if device < 0:
         return 0
     torch = torch_cuda()
-    return _raw(torch, device) if torch is not None else 0
+    if torch is None:
+        return 0
+    return _raw(torch, torch.cuda.current_device() if device == UNKNOWN else device)
 
 
 def _raw(torch, device):

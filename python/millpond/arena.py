@@ -1,4 +1,5 @@
 """`Arena`: the parent's side. It starts the owner, attaches, names workers, accepts them, makes values."""
+
 import atexit
 import os
 import re
@@ -62,7 +63,10 @@ class Arena:
             self._owner = _owner.Owner(limit, driver, devices, chunk_bytes, timeout)
             self.socket, key = self._owner.socket, self._owner.key
         else:
-            answer = _native.control("serve_inline", driver=driver, limit=limit, chunk_bytes=chunk_bytes, devices=devices)
+            if devices is not None:
+                raise errors.Unsupported('devices= needs owner="process"')
+            limit = None if limit is None else str(limit)
+            answer = _native.control("serve_inline", driver=driver, limit=limit, chunk_bytes=chunk_bytes)
             self.socket, key = answer["socket"], answer["key"]
         self._key = key
         try:
@@ -70,8 +74,7 @@ class Arena:
                 self.socket, key, name=name, role="parent", driver=driver, on_owner_death=on_owner_death, wait=wait
             )
         except BaseException:
-            if self._owner is not None:
-                self._owner.stop()
+            self._stop_owner()
             raise
         self._open = True
         atexit.register(self._at_exit)
@@ -96,7 +99,7 @@ class Arena:
         env = dict(os.environ)
         env["MILLPOND_SOCKET"], env["MILLPOND_KEY"], env["MILLPOND_NAME"] = self.socket, self._key, name
         env["MILLPOND_LIBRARY"] = _native.library_path()
-        folder = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+        folder = os.path.join(os.path.dirname(os.path.abspath(__file__)), "_worker_path")
         path = env.get("PYTHONPATH")
         if not path:
             env["PYTHONPATH"] = folder
@@ -148,8 +151,13 @@ class Arena:
         try:
             _session.detach()
         finally:
-            if self._owner is not None:
-                self._owner.stop()
+            self._stop_owner()
+
+    def _stop_owner(self):
+        if self._owner is not None:
+            self._owner.stop()
+        else:
+            _native.control("stop_inline")
 
     def _check(self):
         if not self._open:

@@ -3,6 +3,7 @@
 One thread reads at a time; the others wait until it has put their message where they look. Whoever waits may become the
 reader, so no thread of our own is needed.
 """
+
 import collections
 import select
 import threading

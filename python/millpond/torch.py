@@ -2,6 +2,7 @@
 
 `install()` replaces torch's CUDA allocator; `pool()` keeps torch's own in front and gives it segments of the arena.
 """
+
 import contextlib
 import warnings
 
@@ -64,7 +65,7 @@ def install(mode="replace", stats=True):
 
 
 def installed():
-    """"replace", "pool" or None."""
+    """ "replace", "pool" or None."""
     return _installed
 
 
@@ -83,9 +84,7 @@ def pool():
         raise errors.Unsupported(f"pool mode needs torch 2.8 or later, this is {torch.__version__}: use install(mode='replace')")
     backend = torch.cuda.get_allocator_backend()
     if backend != "native":
-        raise errors.Unsupported(
-            f"pool mode needs torch's native allocator, this process has {backend!r}: {_how_to_unset(backend)}"
-        )
+        raise errors.Unsupported(f"pool mode needs torch's native allocator, this process has {backend!r}: {_how_to_unset(backend)}")
     if not _for_ever:
         allocator = _make_allocator("millpond_pool_malloc")
         _for_ever.extend((allocator, torch.cuda.MemPool(allocator)))
@@ -102,10 +101,9 @@ def _check_session():
     devices = _session.info().get("devices", ())
     if torch.version.cuda is None:
         raise errors.Unsupported(f"torch {torch.__version__} is built without CUDA: there is no CUDA allocator to replace")
-    if not any(d["ordinal"] >= 0 for d in devices):
+    if not any(d["ordinal"] != -1 for d in devices):
         raise errors.Unsupported(
-            "this process is attached with the host driver, so there is no GPU memory to give to torch; "
-            "CPU tensors cross without install()"
+            "this process is attached with the host driver, so there is no GPU memory to give to torch; CPU tensors cross without install()"
         )
 
 

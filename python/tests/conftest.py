@@ -6,8 +6,10 @@ import pytest
 HERE = os.path.dirname(os.path.abspath(__file__))
 PACKAGE = os.path.dirname(HERE)
 ROOT = os.path.dirname(PACKAGE)
-if os.environ.get("MILLPOND_TEST_INSTALLED") != "1":
+INSTALLED = os.environ.get("MILLPOND_TEST_INSTALLED") == "1"
+if not INSTALLED:
     sys.path.insert(0, PACKAGE)
+    os.environ["PYTHONPATH"] = PACKAGE  # for the processes that tests start
 sys.path.insert(0, HERE)
 
 

@@ -1,4 +1,5 @@
 """Calls over a channel, both ends in this process, over the stand-in for the native library."""
+
 import logging
 import threading
 import time
@@ -260,7 +261,7 @@ def test_result_is_allocated_by_the_caller(served, monkeypatch):
     np = pytest.importorskip("numpy")
     from millpond import _session
 
-    monkeypatch.setattr(_session, "_info", {"devices": []})
+    monkeypatch.setattr(_session, "_info", {"devices": [{"ordinal": -1}]})
     caller, server = served()
 
     @server.serve

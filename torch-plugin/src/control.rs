@@ -139,7 +139,23 @@ enum Op {
     Doctor,
 }
 
-/// One request `{"op": ..., ...}`, one answer, or null and the last error.
+/// The control plane: one JSON request `{"op": ..., ...}`, one JSON answer, or null and the last error. May block up to the
+/// request's `timeout_ms`. Devices are GPU ordinals; -1 is the host device.
+///
+/// | op | with | answer |
+/// | --- | --- | --- |
+/// | attach | socket, key, name, role (parent, worker), limit, on_owner_death (continue, exit), wait (stream, host), python, torch, timeout_ms | client, serial, token, owner_pid, devices: [id, ordinal, host, name, total, limit, chunk_bytes, window, window_bytes] |
+/// | detach, status | | {}; attached, and what attach answered |
+/// | serve_inline, stop_inline | driver (auto, host, cuda), limit (bytes or "80%"), chunk_bytes | socket, key |
+/// | accept | timeout_ms | channel, peer: {client, serial, name, pid} |
+/// | connect | peer ("parent", a name, a slot), timeout_ms | the same |
+/// | close, channel_fd | channel | {}; fd, for poll: it stays the library's |
+/// | ledger; read_ledger | ; socket, key | the ledger |
+/// | stats, reset_peak_stats, reset_accumulated_stats, snapshot | device | torch's memory_stats, {}, {}, memory_snapshot |
+/// | trim, get_fraction, set_fraction | device; fraction | bytes; fraction; {} |
+/// | counters | | messages, tensors, copies and socket bytes so far; leases, imported_bytes, foreign_frees |
+/// | locate | address | kind (block, import, foreign), window, offset, device |
+/// | doctor | | checks: [name, ok, detail, fix] |
 ///
 /// # Safety
 /// `request` ends with a zero byte.

@@ -8,6 +8,7 @@
 //!
 //! Every entry catches panics. One client a process: [`state`].
 #![deny(unsafe_code)]
+#![allow(non_camel_case_types)] // C's names
 
 pub mod control;
 pub mod dlpack;

@@ -15,13 +15,13 @@ use parking_lot::Mutex;
 use crate::error::{guard, ApiError, Result, FAILED};
 use crate::state;
 
-/// `MILLPOND_COPIED`.
+/// Set by a send: the bytes were copied into the arena first.
 pub const COPIED: u32 = 1;
-/// `MILLPOND_READ_ONLY`.
+/// Asked of a send: the receiver maps it read-only. Set by a receive: it is so.
 pub const READ_ONLY: u32 = 2;
-/// `MILLPOND_LAZY`.
+/// Asked of a receive: map nothing, wait for nothing.
 pub const LAZY: u32 = 1;
-/// `MILLPOND_WAIT`.
+/// Asked of a receive or an open: block until READY is reached, or its producer has died.
 pub const WAIT: u32 = 2;
 
 /// A tensor's bytes, going or coming.

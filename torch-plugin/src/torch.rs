@@ -16,6 +16,22 @@ use crate::error::{panic_text, ApiError};
 use crate::state;
 use crate::throw::{throw, Kind};
 
+/// torch's `MempoolId_t`, a pair of numbers that goes by value.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct millpond_pool_id {
+    /// The first number: a graph's.
+    pub graph: u64,
+    /// The second: a user's pool.
+    pub user: u64,
+}
+
+impl From<millpond_pool_id> for PoolId {
+    fn from(id: millpond_pool_id) -> Self {
+        Self { graph: id.graph, user: id.user }
+    }
+}
+
 fn stream_of(stream: *mut c_void) -> Stream {
     Stream(stream as u64)
 }
@@ -133,7 +149,9 @@ pub extern "C" fn millpond_torch_record_stream(pointer: *mut c_void, stream: *mu
         }
         let addr = pointer as u64;
         match state::heap_of(addr, 0) {
-            Some(heap) => drop(heap.record_stream(addr, stream_of(stream))),
+            Some(heap) => {
+                let _ = heap.record_stream(addr, stream_of(stream));
+            }
             None => {
                 if let Some(client) = state::if_attached() {
                     client.record_anywhere(addr, stream_of(stream))?;
@@ -147,27 +165,27 @@ pub extern "C" fn millpond_torch_record_stream(pointer: *mut c_void, stream: *mu
 /// A graph's capture begins. The third argument is a `std::function` that tells the capture's streams; it dies with the
 /// call and is not needed: malloc asks the driver whether its stream captures.
 #[no_mangle]
-pub extern "C" fn millpond_torch_begin_allocate_to_pool(device: c_int, pool: PoolId, _filter: *const c_void) {
+pub extern "C" fn millpond_torch_begin_allocate_to_pool(device: c_int, pool: millpond_pool_id, _filter: *const c_void) {
     quietly(|| {
-        state::heap(device)?.begin_pool(pool);
+        state::heap(device)?.begin_pool(pool.into());
         Ok(())
     });
 }
 
 /// The capture has ended.
 #[no_mangle]
-pub extern "C" fn millpond_torch_end_allocate_to_pool(device: c_int, pool: PoolId) {
+pub extern "C" fn millpond_torch_end_allocate_to_pool(device: c_int, pool: millpond_pool_id) {
     quietly(|| {
-        state::heap(device)?.end_pool(pool);
+        state::heap(device)?.end_pool(pool.into());
         Ok(())
     });
 }
 
 /// The graph is gone.
 #[no_mangle]
-pub extern "C" fn millpond_torch_release_pool(device: c_int, pool: PoolId) {
+pub extern "C" fn millpond_torch_release_pool(device: c_int, pool: millpond_pool_id) {
     quietly(|| {
-        state::heap(device)?.release_pool(pool);
+        state::heap(device)?.release_pool(pool.into());
         Ok(())
     });
 }

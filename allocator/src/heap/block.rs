@@ -6,128 +6,167 @@ use crate::window::Chunk;
 use super::{Inner, Pin};
 
 /// What the heap knows of a block beside its place.
-#[derive(Debug, Clone, Default)]
+#[derive(Debug)]
 pub(super) struct Info {
-    pub(super) place: usize,
+    pub(super) handle: Handle,
     pub(super) requested: u64,
     pub(super) offset: u32,
     pub(super) granules: u32,
+    pub(super) place: u32,
     pub(super) pins: u32,
     pub(super) freed: bool,
+    pub(super) more: Option<Box<More>>,
+}
+
+/// What only few blocks have.
+#[derive(Debug, Default)]
+pub(super) struct More {
     /// Other streams that use it.
-    pub(super) streams: Vec<usize>,
+    pub(super) streams: Vec<u32>,
     /// The chunks of a block that is larger than one.
     pub(super) span: Vec<Chunk>,
 }
 
 impl Info {
-    fn bytes(&self) -> u64 {
+    pub(super) fn bytes(&self) -> u64 {
         u64::from(self.granules) * GRANULE
     }
 }
 
 impl Inner {
     /// Makes an allocation a live block.
-    pub(super) fn settle(&mut self, allocation: Allocation, place: usize, requested: u64) {
-        let index = allocation.handle.index() as usize;
-        if self.infos.len() <= index {
-            self.infos.resize(index + 1, Info::default());
+    #[inline]
+    pub(super) fn settle(&mut self, allocation: Allocation, place: u32, requested: u64) {
+        let index = allocation.handle.index();
+        let info = || Info {
+            handle: allocation.handle,
+            requested,
+            offset: allocation.offset,
+            granules: allocation.granules,
+            place,
+            pins: 0,
+            freed: false,
+            more: None,
+        };
+        match self.infos.get_mut(index as usize) {
+            Some(slot) => *slot = info(),
+            // Numbers in between are of free blocks; whoever gets them writes its own.
+            None => self.infos.resize_with(index as usize + 1, info),
         }
-        if let Some(info) = self.infos.get_mut(index) {
-            // Written field by field: the vectors keep their (mostly absent) buffers, and nothing is dropped on the hot path.
-            info.place = place;
-            info.requested = requested;
-            info.offset = allocation.offset;
-            info.granules = allocation.granules;
-            info.pins = 0;
-            info.freed = false;
-            info.streams.clear();
-            info.span.clear();
+        if let Some(place) = self.places.get_mut(place as usize) {
+            place.live += 1;
         }
-        self.blocks.insert(allocation.offset, allocation.handle);
+        self.index.insert(allocation.offset, index);
         self.stats.allocated(u64::from(allocation.granules) * GRANULE, requested);
     }
 
-    /// The owner of a block is done with it on the host.
-    pub(super) fn free(&mut self, handle: Handle) {
-        let Some(info) = self.infos.get_mut(handle.index() as usize) else { return };
+    /// The live block that starts at a granule.
+    #[inline]
+    pub(super) fn live(&self, offset: u32) -> Option<&Info> {
+        self.infos.get(self.index.get(offset)? as usize)
+    }
+
+    /// The live block that holds a granule.
+    pub(super) fn live_around(&self, offset: u32) -> Option<&Info> {
+        let info = self.infos.get(self.index.below(offset)? as usize)?;
+        (offset - info.offset < info.granules).then_some(info)
+    }
+
+    /// The owner of the block that starts at a granule is done with it on the host. False if none does.
+    #[inline]
+    pub(super) fn free(&mut self, offset: u32) -> bool {
+        let Some(info) = self.index.remove(offset).and_then(|index| self.infos.get_mut(index as usize)) else { return false };
         info.freed = true;
         self.stats.freed(info.bytes(), info.requested);
-        if info.pins == 0 {
-            self.unused(handle);
+        let (handle, pinned, plain) = (info.handle, info.pins > 0, info.more.is_none());
+        if plain && !pinned {
+            self.release(handle);
+        } else if !pinned {
+            self.unused(handle, self.streams.mark());
         }
+        true
     }
 
     /// Nobody holds the block any more; streams may still use it.
-    fn unused(&mut self, handle: Handle) {
-        let Some(info) = self.infos.get_mut(handle.index() as usize) else { return };
-        if info.streams.is_empty() {
-            return self.release(handle);
+    fn unused(&mut self, handle: Handle, mark: u64) {
+        let index = handle.index() as usize;
+        while let Some(stream) = self.infos.get_mut(index).and_then(|info| info.more.as_mut()?.streams.pop()) {
+            if !self.streams.passed(stream, mark, handle) {
+                return;
+            }
         }
-        let mark = self.streams.mark();
-        let streams: Vec<_> = std::mem::take(&mut info.streams).into_iter().map(|stream| (stream, mark)).collect();
-        streams.iter().for_each(|(stream, _)| self.streams.want(*stream));
-        self.waiting.push((handle, streams));
+        self.release(handle);
     }
 
     /// Frees what has waited long enough for other streams.
     pub(super) fn settle_waiting(&mut self) {
-        let mut waiting = std::mem::take(&mut self.waiting);
-        waiting.retain(|(handle, streams)| {
-            let over = streams.iter().all(|(stream, mark)| self.streams.done(*stream) >= *mark);
-            if over {
-                self.release(*handle);
+        if !self.streams.any_waiting() {
+            return;
+        }
+        for stream in self.streams.numbers() {
+            while let Some((mark, handle)) = self.streams.take_over(stream) {
+                self.unused(handle, mark);
             }
-            !over
-        });
-        self.waiting = waiting;
+        }
     }
 
     /// The block is its stream's again.
+    #[inline]
     fn release(&mut self, handle: Handle) {
         let Some(info) = self.infos.get_mut(handle.index() as usize) else { return };
-        let (bytes, place, span) = (info.bytes(), info.place, std::mem::take(&mut info.span));
-        let Some((domain, stream)) = self.places.get(place).map(|place| (place.domain, place.stream)) else { return };
-        let mark = self.streams.mark();
-        if span.is_empty() {
-            if let Err(error) = self.tlsf.free(handle, domain, mark) {
-                tracing::error!(%error, "a block could not be freed");
+        let (bytes, more) = (info.bytes(), info.more.take());
+        let Some(place) = self.places.get_mut(info.place as usize) else { return };
+        place.live -= u32::from(place.live > 0);
+        let (domain, stream, mark) = (place.domain, place.stream, self.streams.mark());
+        match more.map(|more| more.span).filter(|span| !span.is_empty()) {
+            None => {
+                if let Err(error) = self.tlsf.free(handle, domain, mark) {
+                    tracing::error!(%error, "a block could not be freed");
+                }
             }
-        } else if self.tlsf.remove_used_region(handle).is_ok() {
-            for chunk in span {
-                self.add_chunk(chunk, domain, mark);
+            Some(span) => {
+                if self.tlsf.remove_used_region(handle).is_ok() {
+                    for chunk in span {
+                        self.add_free(chunk, domain, mark);
+                    }
+                }
             }
         }
         self.stats.inactive(bytes);
         self.streams.freed(stream, bytes);
     }
 
-    pub(super) fn record_use(&mut self, handle: Handle, stream: usize) -> bool {
-        let home = self.infos.get(handle.index() as usize).map(|info| self.stream_of(info.place));
-        let Some(info) = self.infos.get_mut(handle.index() as usize) else { return false };
-        if home != Some(stream) && !info.streams.contains(&stream) {
-            info.streams.push(stream);
+    /// Notes that a stream uses a block, other than the one that it comes back to.
+    pub(super) fn record_use(&mut self, index: u32, stream: u32) {
+        let Some(info) = self.infos.get_mut(index as usize) else { return };
+        if self.places.get(info.place as usize).is_some_and(|place| place.stream == stream) {
+            return;
         }
-        true
+        let streams = &mut info.more.get_or_insert_default().streams;
+        if !streams.contains(&stream) {
+            streams.push(stream);
+            self.streams.used(stream);
+        }
     }
 
-    pub(super) fn pin(&mut self, handle: Handle) -> Option<Pin> {
-        let info = self.infos.get_mut(handle.index() as usize)?;
+    pub(super) fn pin(&mut self, index: u32) -> Option<Pin> {
+        let info = self.infos.get_mut(index as usize)?;
         if info.pins == 0 {
             self.live.leased_out += info.bytes();
         }
         info.pins += 1;
-        Some(Pin { handle, offset: u64::from(info.offset) * GRANULE, bytes: info.bytes() })
+        Some(Pin { handle: info.handle, offset: u64::from(info.offset) * GRANULE, bytes: info.bytes() })
     }
 
-    pub(super) fn unpin(&mut self, handle: Handle) {
-        let Some(info) = self.infos.get_mut(handle.index() as usize) else { return };
+    /// Ends a pin. One that has ended before does nothing, unless the same block has another.
+    pub(super) fn unpin(&mut self, pin: Pin) {
+        let Some(info) = self.infos.get_mut(pin.handle.index() as usize).filter(|info| info.handle == pin.handle) else { return };
         let Some(pins) = info.pins.checked_sub(1) else { return };
         info.pins = pins;
         if pins == 0 {
             self.live.leased_out = self.live.leased_out.saturating_sub(info.bytes());
             if info.freed {
-                self.unused(handle);
+                self.unused(pin.handle, self.streams.mark());
             }
         }
     }

@@ -4,7 +4,10 @@ use std::collections::HashMap;
 use std::sync::atomic::Ordering;
 use std::thread::{self, ThreadId};
 
-use super::{Heap, Inner, Place};
+use crate::driver::StreamId;
+
+use super::streams::LIMBO;
+use super::{Heap, Inner};
 
 /// torch's name for a private pool.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -16,44 +19,77 @@ pub struct PoolId {
     pub user: u64,
 }
 
+/// A capture under way.
+#[derive(Debug)]
+struct Active {
+    /// The thread that began it. Others, autograd's, may allocate in it too.
+    thread: ThreadId,
+    pool: PoolId,
+    /// The streams that were seen capturing in it.
+    streams: Vec<StreamId>,
+}
+
 #[derive(Debug, Default)]
 pub(super) struct Pools {
-    /// How many captures hold each pool.
+    /// How many graphs hold each pool.
     uses: HashMap<PoolId, u32>,
-    /// Captures under way, and the threads that began them.
-    active: Vec<(ThreadId, PoolId)>,
-    places: HashMap<(PoolId, usize), usize>,
+    active: Vec<Active>,
+    places: HashMap<(PoolId, u32), u32>,
 }
 
 impl Pools {
-    /// The pool that an allocation on a capturing stream goes to: that of the capture that this thread began, else the last.
-    pub(super) fn current(&self) -> Option<PoolId> {
+    /// The pool that an allocation on a capturing stream goes to: that of the capture that the stream is known to be in, else
+    /// of the one that this thread began, else of the newest.
+    pub(super) fn of(&mut self, id: StreamId) -> Option<PoolId> {
         let here = thread::current().id();
-        self.active.iter().rev().find(|(thread, _)| *thread == here).or(self.active.last()).map(|(_, pool)| *pool)
+        let known = self.active.iter().rposition(|active| active.streams.contains(&id));
+        let at = known.or_else(|| self.active.iter().rposition(|active| active.thread == here)).or(self.active.len().checked_sub(1))?;
+        let active = self.active.get_mut(at)?;
+        if known.is_none() {
+            active.streams.push(id);
+        }
+        Some(active.pool)
+    }
+
+    /// A stream was seen not capturing: a capture that it was in is over. torch does not say so when a capture has failed.
+    pub(super) fn seen_running(&mut self, id: StreamId) {
+        self.active.retain(|active| !active.streams.contains(&id));
+    }
+
+    pub(super) fn captures(&self) -> usize {
+        self.active.len()
     }
 }
 
 impl Heap {
-    /// A capture begins: what capturing streams allocate from here on belongs to the pool.
+    /// A capture begins: what capturing streams allocate from here on belongs to the pool. Call it before the capture begins,
+    /// in the thread that begins it.
     pub fn begin_pool(&self, pool: PoolId) {
         let mut inner = self.inner.lock();
-        if inner.pools.active.is_empty() {
-            // The last chance to see what the streams have finished with: nothing can be recorded while a capture is on.
-            let _ = inner.streams.record_context();
-            inner.streams.poll();
+        let here = thread::current().id();
+        // One thread captures once at a time, so an earlier capture of this one has failed.
+        inner.pools.active.retain(|active| active.thread != here);
+        self.count_captures(&mut inner);
+        // The last chance to see what the streams have finished with: nothing can be recorded while a capture is on.
+        if !inner.streams.context_pending() {
+            inner.streams.record_context();
         }
+        inner.streams.poll();
         *inner.pools.uses.entry(pool).or_default() += 1;
-        inner.pools.active.push((thread::current().id(), pool));
-        self.captures.fetch_add(1, Ordering::Relaxed);
+        inner.pools.active.push(Active { thread: here, pool, streams: Vec::new() });
+        self.count_captures(&mut inner);
     }
 
     /// The capture has ended, well or not. The pool stays private.
     pub fn end_pool(&self, pool: PoolId) {
         let mut inner = self.inner.lock();
-        if let Some(at) = inner.pools.active.iter().rposition(|(_, active)| *active == pool) {
+        let here = thread::current().id();
+        let active = &inner.pools.active;
+        let own = active.iter().rposition(|active| active.pool == pool && active.thread == here);
+        if let Some(at) = own.or_else(|| active.iter().rposition(|active| active.pool == pool)) {
             inner.pools.active.remove(at);
-            self.captures.fetch_sub(1, Ordering::Relaxed);
         }
+        self.count_captures(&mut inner);
     }
 
     /// One graph of the pool is gone. With the last, the pool's bytes are everybody's, once what runs now is over.
@@ -65,51 +101,38 @@ impl Heap {
             None => {}
         }
     }
+
+    pub(super) fn count_captures(&self, inner: &mut Inner) {
+        inner.streams.set_captures(inner.pools.captures());
+        self.captures.store(inner.pools.captures(), Ordering::Relaxed);
+    }
 }
 
 impl Inner {
-    pub(super) fn pool_place(&mut self, pool: PoolId, stream: usize) -> usize {
+    pub(super) fn pool_place(&mut self, pool: PoolId, stream: u32) -> u32 {
         if let Some(place) = self.pools.places.get(&(pool, stream)) {
             return *place;
         }
-        let domain = self.tlsf.add_domain();
-        self.places.push(Place { stream, domain, pool: Some(pool) });
-        let place = self.places.len() - 1;
+        let place = self.add_place(stream, Some(pool));
         self.pools.places.insert((pool, stream), place);
         place
     }
 
+    /// A replay on any stream may still use the pool's bytes, so not even the stream that captured gets them at once: its
+    /// places become ones of the stream that never runs. Blocks that are still live come back there too.
     fn dissolve(&mut self, pool: PoolId) {
         self.pools.uses.remove(&pool);
+        let gone: Vec<u32> = self.pools.places.iter().filter(|((of, _), _)| *of == pool).map(|(_, place)| *place).collect();
+        self.pools.places.retain(|(of, _), _| *of != pool);
         let mark = self.streams.mark();
-        let gone: Vec<((PoolId, usize), usize)> =
-            self.pools.places.iter().filter(|((p, _), _)| *p == pool).map(|(k, v)| (*k, *v)).collect();
-        for (key, place) in gone {
-            self.pools.places.remove(&key);
-            let home = self.of_stream.get(key.1).and_then(|home| self.domain_of(*home));
-            if let (Some(home), Some(domain)) = (home, self.domain_of(place)) {
-                // A replay on any stream may still use these bytes, so not even the capturing stream gets them at once: they
-                // go where only a context-wide event makes them ready.
-                let limbo = self.limbo();
-                let _ = self.tlsf.remove_domain(domain, limbo, mark);
-                if let Some(place) = self.places.get_mut(place) {
-                    // Blocks that are still live go home like any other when they are freed.
-                    (place.domain, place.pool) = (home, None);
-                }
+        for number in gone {
+            let (old, fresh) = (self.domain_of(number), self.tlsf.add_domain());
+            // The mark of each free block becomes that of this moment.
+            let _ = self.tlsf.remove_domain(old, fresh, mark);
+            if let Some(place) = self.places.get_mut(number as usize) {
+                (place.domain, place.pool, place.stream) = (fresh, None, LIMBO);
             }
         }
-    }
-
-    /// The domain of bytes that no stream may use before a context-wide event.
-    fn limbo(&mut self) -> crate::tlsf::Domain {
-        let number = self.limbo_stream();
-        self.streams.want(number);
-        self.of_stream.get(number).and_then(|place| self.domain_of(*place)).unwrap_or_else(|| self.tlsf.add_domain())
-    }
-
-    /// A stream of our own making that never runs: only context-wide events move it.
-    fn limbo_stream(&mut self) -> usize {
-        let place = self.place(crate::driver::StreamId(u64::MAX), false);
-        self.stream_of(place)
+        self.streams.want(LIMBO);
     }
 }

@@ -7,34 +7,40 @@
 mod block;
 mod capture;
 mod error;
+mod grow;
+mod index;
+mod local;
 mod miss;
+mod places;
 mod source;
+mod spans;
 mod stats;
 mod streams;
 mod trim;
 mod view;
 
+pub use capture::PoolId;
 pub use error::{human, HeapError, OutOfMemory};
+pub use local::{LocalCounts, LocalSource};
 pub use source::{ChunkSource, GrowError, Live, LiveSink};
 pub use stats::{PoolStats, Stat, Stats};
 pub use view::{BlockView, RegionView};
 
-use std::collections::HashMap;
-use std::hash::{BuildHasherDefault, Hasher};
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::Arc;
 
 use parking_lot::Mutex;
 
 use crate::driver::{Addr, Capture, Driver, Stream, StreamId};
 use crate::timeline::Timelines;
-use crate::tlsf::{Domain, Handle, Tlsf, GRANULE};
+use crate::tlsf::{Handle, Tlsf, GRANULE};
 use crate::window::{Chunk, Window};
 use block::Info;
 use capture::Pools;
+use index::Index;
+use places::Place;
 use streams::Streams;
-
-pub use capture::PoolId;
 
 /// Settings of a heap, in bytes.
 #[derive(Debug, Clone, Copy)]
@@ -75,53 +81,29 @@ pub struct Heap {
     /// The process's own limit on what it reserves.
     limit: AtomicU64,
     /// Captures under way: only then does malloc ask whether its stream captures.
-    captures: AtomicU32,
+    captures: AtomicUsize,
     /// One growth at a time; nothing that gives memory back takes it.
     growing: Mutex<()>,
     inner: Mutex<Inner>,
-}
-
-/// Where blocks come from and go back to: a stream's, or a graph's private pool's on one stream.
-#[derive(Debug)]
-struct Place {
-    stream: usize,
-    domain: Domain,
-    pool: Option<PoolId>,
 }
 
 #[derive(Debug)]
 struct Inner {
     tlsf: Tlsf,
     streams: Streams,
+    /// The first is that of the stream that never runs.
     places: Vec<Place>,
-    /// The place of each stream, by the stream's number.
-    of_stream: Vec<usize>,
+    vacant: Vec<u32>,
     pools: Pools,
-    blocks: HashMap<u32, Handle, BuildHasherDefault<Scatter>>,
+    index: Index,
+    /// By the numbers of blocks.
     infos: Vec<Info>,
-    /// Freed blocks that other streams were recorded on: (block, [(stream, mark)]).
-    waiting: Vec<(Handle, Vec<(usize, u64)>)>,
-    chunks: Vec<Chunk>,
+    /// By first granule.
+    chunks: BTreeMap<u32, Chunk>,
     stats: Stats,
     live: Live,
-    trim_pending: bool,
-}
-
-/// Spreads block offsets, which are multiples of large powers of two.
-#[derive(Debug, Default)]
-struct Scatter(u64);
-
-impl Hasher for Scatter {
-    fn finish(&self) -> u64 {
-        self.0
-    }
-    fn write(&mut self, bytes: &[u8]) {
-        bytes.iter().for_each(|byte| self.write_u32(u32::from(*byte)));
-    }
-    fn write_u32(&mut self, n: u32) {
-        let product = (self.0 ^ u64::from(n)).wrapping_mul(0x9e37_79b9_7f4a_7c15);
-        self.0 = product ^ (product >> 32);
-    }
+    /// Bytes that are to be given back when no queued work can reach them any more.
+    trim_wanted: u64,
 }
 
 impl Heap {
@@ -135,20 +117,23 @@ impl Heap {
         timelines: Option<Arc<Timelines>>,
         config: HeapConfig,
     ) -> Self {
-        let inner = Inner {
+        let mut inner = Inner {
             tlsf: Tlsf::new(),
             streams: Streams::new(driver.clone()),
-            places: Vec::new(),
-            of_stream: Vec::new(),
+            places: Vec::with_capacity(64),
+            vacant: Vec::new(),
             pools: Pools::default(),
-            blocks: HashMap::with_capacity_and_hasher(1 << 14, BuildHasherDefault::default()),
+            index: Index::default(),
             infos: Vec::with_capacity(1 << 14),
-            waiting: Vec::new(),
-            chunks: Vec::new(),
+            chunks: BTreeMap::new(),
             stats: Stats::default(),
             live: Live::default(),
-            trim_pending: false,
+            trim_wanted: 0,
         };
+        inner.add_place(streams::LIMBO, None);
+        // Block sizes up to a chunk are served from one, so a chunk is a whole number of the device's units.
+        let unit = driver.device().granularity.max(1);
+        let config = HeapConfig { chunk_bytes: (config.chunk_bytes / unit * unit).max(unit), ..config };
         Self {
             driver,
             window,
@@ -157,7 +142,7 @@ impl Heap {
             timelines,
             config,
             limit: AtomicU64::new(u64::MAX),
-            captures: AtomicU32::new(0),
+            captures: AtomicUsize::new(0),
             growing: Mutex::new(()),
             inner: Mutex::new(inner),
         }
@@ -190,72 +175,91 @@ impl Heap {
     ///
     /// # Errors
     /// [`HeapError::OutOfMemory`] after everything was tried; the heap works on.
+    #[inline]
     pub fn allocate(&self, bytes: u64, stream: Stream) -> Result<Addr, HeapError> {
         if bytes == 0 {
             return Ok(0);
         }
-        let Some(granules) = granules_of(bytes) else {
-            return Err(self.out_of_memory(bytes, None, "It is larger than any window.".to_owned()));
+        let Some(granules) = u32::try_from(bytes.div_ceil(GRANULE)).ok().filter(|_| bytes <= self.window.bytes()) else {
+            return Err(self.larger_than_window(bytes));
         };
         let id = self.driver.stream_id(stream)?;
-        let capturing = self.captures.load(Ordering::Relaxed) > 0 && self.driver.stream_capture(stream)? != Capture::None;
-        let request = Request { bytes, granules, stream, capturing };
-        let mut inner = self.inner.lock();
+        let captures = self.captures.load(Ordering::Relaxed) > 0;
+        let capturing = captures && self.driver.stream_capture(stream)? != Capture::None;
+        let mut guard = self.inner.lock();
+        let inner = &mut *guard;
+        if captures && !capturing {
+            inner.pools.seen_running(id);
+            self.count_captures(inner);
+        }
         let place = inner.place(id, capturing);
-        if !capturing && inner.streams.due(inner.stream_of(place)) {
-            let number = inner.stream_of(place);
+        let number = inner.stream_of(place);
+        if inner.streams.due(number) {
             let _ = inner.streams.record(number, stream);
         }
         if bytes <= self.config.chunk_bytes {
-            if let Some(allocation) = inner.domain_of(place).and_then(|domain| inner.tlsf.allocate(domain, granules)) {
-                let addr = self.window.base() + u64::from(allocation.offset) * GRANULE;
+            if let Some(allocation) = inner.tlsf.allocate(inner.domain_of(place), granules) {
                 inner.settle(allocation, place, bytes);
-                self.publish(&inner);
-                return Ok(addr);
+                self.publish(inner);
+                return Ok(self.window.base() + u64::from(allocation.offset) * GRANULE);
             }
         }
-        drop(inner);
-        self.miss(request, place)
+        drop(guard);
+        self.miss(Request { bytes, granules, stream, id, capturing })
+    }
+
+    #[cold]
+    fn larger_than_window(&self, bytes: u64) -> HeapError {
+        let error = self.out_of_memory(bytes, None, "It is larger than any window.".to_owned());
+        let mut inner = self.inner.lock();
+        inner.stats.out_of_memory += 1;
+        self.publish(&inner);
+        error
     }
 
     /// Frees a block. Its bytes are its stream's again at once, and others' when that stream has come past this moment.
     ///
     /// # Errors
     /// [`HeapError::Foreign`] for an address that is no live block; nothing happens then.
+    #[inline]
     pub fn free(&self, addr: Addr) -> Result<(), HeapError> {
         if addr == 0 {
             return Ok(());
         }
-        let key = self.key(addr).ok_or(HeapError::Foreign { addr })?;
+        let offset = self.granule(addr).filter(|_| addr % GRANULE == 0).ok_or(HeapError::Foreign { addr })?;
         let mut inner = self.inner.lock();
-        let handle = inner.blocks.remove(&key).ok_or(HeapError::Foreign { addr })?;
-        inner.free(handle);
+        if !inner.free(offset) {
+            return Err(HeapError::Foreign { addr });
+        }
         self.publish(&inner);
         Ok(())
     }
 
-    /// Notes that a stream uses a block, so that the block, once freed, waits for it too. False for an address that is not
-    /// in a live block of ours.
+    /// Notes that a stream uses the block that holds an address, so that the block, once freed, waits for it too. False for
+    /// an address that is not in a live block of ours.
     ///
     /// # Errors
     /// What the driver says of the stream.
     pub fn record_stream(&self, addr: Addr, stream: Stream) -> Result<bool, HeapError> {
-        let Some(key) = self.key(addr) else { return Ok(false) };
+        let Some(offset) = self.granule(addr) else { return Ok(false) };
         let id = self.driver.stream_id(stream)?;
         let mut inner = self.inner.lock();
-        let Some(handle) = inner.blocks.get(&key).copied() else { return Ok(false) };
-        let place = inner.place(id, false);
-        let number = inner.stream_of(place);
-        Ok(inner.record_use(handle, number))
+        let Some(index) = inner.live_around(offset).map(|info| info.handle.index()) else { return Ok(false) };
+        let stream = match inner.streams.find(id) {
+            Some(stream) => stream,
+            None => inner.add_stream(id),
+        };
+        inner.record_use(index, stream);
+        Ok(true)
     }
 
     /// Keeps the live block at an address from reuse until [`Heap::unpin`], even when it is freed. `None`: no live block starts there.
     #[must_use]
     pub fn pin(&self, addr: Addr) -> Option<Pin> {
-        let key = self.key(addr)?;
+        let offset = self.granule(addr).filter(|_| addr % GRANULE == 0)?;
         let mut inner = self.inner.lock();
-        let handle = inner.blocks.get(&key).copied()?;
-        let pin = inner.pin(handle)?;
+        let index = inner.index.get(offset)?;
+        let pin = inner.pin(index)?;
         self.publish(&inner);
         Some(pin)
     }
@@ -263,7 +267,7 @@ impl Heap {
     /// Ends one pin.
     pub fn unpin(&self, pin: Pin) {
         let mut inner = self.inner.lock();
-        inner.unpin(pin.handle);
+        inner.unpin(pin);
         self.publish(&inner);
     }
 
@@ -275,26 +279,28 @@ impl Heap {
     }
 
     /// Background work, from a thread that torch does not wait for: sees how far streams have come, frees what waited for
-    /// them, records what no stream's own call recorded, finishes trims.
+    /// them, records what no stream's own call recorded, goes on with trims, forgets streams that do not come back.
     pub fn tick(&self) {
-        let finish_trim = {
+        let trim = {
             let mut inner = self.inner.lock();
             inner.streams.poll();
             inner.settle_waiting();
-            if (!inner.waiting.is_empty() || inner.streams.any_wanted() || inner.trim_pending) && !inner.streams.context_pending() {
-                let _ = inner.streams.record_context();
+            inner.retire();
+            if inner.streams.any_wanted() && !inner.streams.context_pending() {
+                inner.streams.record_context();
             }
             self.publish(&inner);
-            std::mem::take(&mut inner.trim_pending)
+            inner.trim_wanted
         };
-        if finish_trim {
-            self.trim(u64::MAX);
+        if trim > 0 {
+            self.trim(trim);
         }
     }
 
-    fn key(&self, addr: Addr) -> Option<u32> {
-        let offset = self.window.offset_of(addr)?;
-        (offset % GRANULE == 0).then_some(u32::try_from(offset / GRANULE).ok()?)
+    /// The granule of the window that an address lies in.
+    #[inline]
+    fn granule(&self, addr: Addr) -> Option<u32> {
+        u32::try_from(self.window.offset_of(addr)? / GRANULE).ok()
     }
 
     #[inline]
@@ -319,34 +325,6 @@ struct Request {
     bytes: u64,
     granules: u32,
     stream: Stream,
+    id: StreamId,
     capturing: bool,
-}
-
-fn granules_of(bytes: u64) -> Option<u32> {
-    u32::try_from(bytes.div_ceil(GRANULE)).ok()
-}
-
-impl Inner {
-    /// The place that a stream allocates from: its own, or that of the private pool under whose capture it is.
-    fn place(&mut self, id: StreamId, capturing: bool) -> usize {
-        let stream = self.streams.find(id).unwrap_or_else(|| {
-            let stream = self.streams.add(id);
-            let domain = self.tlsf.add_domain();
-            self.places.push(Place { stream, domain, pool: None });
-            self.of_stream.push(self.places.len() - 1);
-            stream
-        });
-        match self.pools.current().filter(|_| capturing) {
-            Some(pool) => self.pool_place(pool, stream),
-            None => self.of_stream.get(stream).copied().unwrap_or_default(),
-        }
-    }
-
-    fn stream_of(&self, place: usize) -> usize {
-        self.places.get(place).map_or(0, |place| place.stream)
-    }
-
-    fn domain_of(&self, place: usize) -> Option<Domain> {
-        self.places.get(place).map(|place| place.domain)
-    }
 }

@@ -2,183 +2,372 @@
 //!
 //! A *mark* is a reading of one counter that moves on with every recorded event. What a stream frees gets the mark of that
 //! moment; an event recorded later covers every smaller mark. So one event covers many frees, and a block is anybody's once
-//! the stream that freed it has come past the block's mark. A stream is touched only inside a call that was handed it.
+//! the stream that freed it has come past the block's mark. A stream is touched only inside a call that was handed it, and
+//! nothing is recorded while a capture is on.
 
 use std::collections::{HashMap, VecDeque};
+use std::hash::{BuildHasherDefault, Hasher};
 use std::sync::Arc;
 
-use crate::driver::{Driver, DriverError, Event, Stream, StreamId};
+use crate::driver::{Capture, CuResult, Driver, DriverError, Event, Stream, StreamId};
+use crate::tlsf::Handle;
 
 /// Frees after which an event is worth its 0.25 µs even if nobody has asked.
 const FREES_PER_EVENT: u32 = 64;
 /// The same in bytes.
 const BYTES_PER_EVENT: u64 = 32 << 20;
-/// Events of one stream in flight; frees behind the last wait for the next.
+/// Events of one stream in flight; after that the newest is recorded anew, which covers more.
 const EVENTS_IN_FLIGHT: usize = 16;
+
+/// The stream that never runs: what lies there is everybody's after the next context-wide event.
+pub(super) const LIMBO: u32 = 0;
+const LIMBO_ID: StreamId = StreamId(u64::MAX);
 
 #[derive(Debug)]
 struct State {
-    done: u64,
-    events: VecDeque<(u64, Event)>,
+    id: StreamId,
+    /// Where it allocates outside captures.
+    home: u32,
     frees: u32,
     bytes: u64,
+    /// The largest mark that its own events have come past.
+    done: u64,
     /// Somebody waits for what this stream has freed or used.
     wanted: bool,
+    /// It was seen since the last look at who may be forgotten.
+    recent: bool,
+    /// Blocks that it was recorded on and that have not come past it.
+    uses: u32,
+    events: VecDeque<(u64, Event)>,
+    /// Freed blocks that wait for this stream to come past a mark.
+    waiting: VecDeque<(u64, Handle)>,
+}
+
+impl State {
+    fn new(id: StreamId, home: u32) -> Self {
+        Self {
+            id,
+            home,
+            frees: 0,
+            bytes: 0,
+            done: 0,
+            wanted: false,
+            recent: true,
+            uses: 0,
+            events: VecDeque::new(),
+            waiting: VecDeque::new(),
+        }
+    }
+}
+
+/// Spreads small numbers.
+#[derive(Debug, Default)]
+pub(super) struct Scatter(u64);
+
+impl Hasher for Scatter {
+    fn finish(&self) -> u64 {
+        self.0
+    }
+    fn write(&mut self, bytes: &[u8]) {
+        bytes.iter().for_each(|byte| self.write_u64(u64::from(*byte)));
+    }
+    fn write_u64(&mut self, n: u64) {
+        let product = (self.0 ^ n).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+        self.0 = product ^ (product >> 32);
+    }
 }
 
 #[derive(Debug)]
 pub(super) struct Streams {
     driver: Arc<dyn Driver>,
     states: Vec<State>,
-    by_id: HashMap<StreamId, usize>,
-    last: Option<(StreamId, usize)>,
+    vacant: Vec<u32>,
+    by_id: HashMap<StreamId, u32, BuildHasherDefault<Scatter>>,
+    last: (StreamId, u32),
     clock: u64,
+    /// Captures under way.
+    captures: usize,
+    /// Whether the driver has context-wide events.
+    context_events: bool,
     context_done: u64,
-    context_events: VecDeque<(u64, Event)>,
+    in_context: VecDeque<(u64, Event)>,
+    waiting: usize,
     spare: Vec<Event>,
 }
 
 impl Streams {
+    /// No stream but the one that never runs, whose place is 0.
     pub(super) fn new(driver: Arc<dyn Driver>) -> Self {
+        let context_events = driver.device().context_events;
         Self {
             driver,
-            states: Vec::new(),
-            by_id: HashMap::new(),
-            last: None,
+            states: vec![State::new(LIMBO_ID, 0)],
+            vacant: Vec::new(),
+            by_id: HashMap::with_capacity_and_hasher(64, BuildHasherDefault::default()),
+            last: (LIMBO_ID, LIMBO),
             clock: 1,
+            captures: 0,
+            context_events,
             context_done: 0,
-            context_events: VecDeque::new(),
+            in_context: VecDeque::new(),
+            waiting: 0,
             spare: Vec::new(),
         }
     }
 
     /// The stream's number here, if it was seen before.
-    pub(super) fn find(&mut self, id: StreamId) -> Option<usize> {
-        if let Some((last, index)) = self.last {
-            if last == id {
-                return Some(index);
-            }
+    #[inline]
+    pub(super) fn find(&mut self, id: StreamId) -> Option<u32> {
+        if self.last.0 == id {
+            return Some(self.last.1);
         }
         let index = *self.by_id.get(&id)?;
-        self.last = Some((id, index));
+        if let Some(state) = self.states.get_mut(index as usize) {
+            state.recent = true;
+        }
+        self.last = (id, index);
         Some(index)
     }
 
-    pub(super) fn add(&mut self, id: StreamId) -> usize {
-        let index = self.states.len();
-        self.states.push(State { done: 0, events: VecDeque::new(), frees: 0, bytes: 0, wanted: false });
+    pub(super) fn add(&mut self, id: StreamId, home: u32) -> u32 {
+        let index = match self.vacant.pop() {
+            Some(index) => index,
+            None => {
+                self.states.push(State::new(id, home));
+                (self.states.len() - 1) as u32
+            }
+        };
+        if let Some(state) = self.states.get_mut(index as usize) {
+            *state = State::new(id, home);
+        }
         self.by_id.insert(id, index);
         index
     }
 
-    pub(super) fn len(&self) -> usize {
-        self.states.len()
+    /// The numbers of all streams but the one that never runs.
+    pub(super) fn numbers(&self) -> impl Iterator<Item = u32> + use<> {
+        1..self.states.len() as u32
+    }
+
+    /// Whether a stream was not seen since the last time this was asked, and nothing waits for it. False of a number that is vacant.
+    pub(super) fn is_idle(&mut self, stream: u32) -> bool {
+        let (last, number) = (self.last.1, stream);
+        let Some(state) = self.states.get_mut(stream as usize).filter(|state| state.id != LIMBO_ID) else { return false };
+        let recent = std::mem::replace(&mut state.recent, false);
+        !recent && last != number && state.uses == 0 && state.events.is_empty() && state.waiting.is_empty()
+    }
+
+    /// Forgets a stream. If it comes again it is a new one.
+    pub(super) fn forget(&mut self, stream: u32) {
+        if let Some(state) = self.states.get_mut(stream as usize) {
+            self.by_id.remove(&state.id);
+            *state = State::new(LIMBO_ID, 0);
+            self.vacant.push(stream);
+        }
+    }
+
+    /// Where a stream allocates outside captures.
+    #[inline]
+    pub(super) fn home(&self, stream: u32) -> u32 {
+        self.states.get(stream as usize).map_or(0, |state| state.home)
+    }
+
+    pub(super) fn id(&self, stream: u32) -> StreamId {
+        self.states.get(stream as usize).map_or(LIMBO_ID, |state| state.id)
+    }
+
+    /// How many captures are under way.
+    pub(super) fn set_captures(&mut self, captures: usize) {
+        self.captures = captures;
+    }
+
+    pub(super) fn has_context_events(&self) -> bool {
+        self.context_events
     }
 
     /// The mark of what is freed now.
+    #[inline]
     pub(super) fn mark(&self) -> u64 {
         self.clock
     }
 
     /// Notes a free on a stream.
-    pub(super) fn freed(&mut self, stream: usize, bytes: u64) {
-        if let Some(state) = self.states.get_mut(stream) {
+    #[inline]
+    pub(super) fn freed(&mut self, stream: u32, bytes: u64) {
+        if let Some(state) = self.states.get_mut(stream as usize) {
             state.frees += 1;
             state.bytes += bytes;
+            state.wanted |= stream == LIMBO;
         }
     }
 
     /// Asks that the stream be recorded at the next chance.
-    pub(super) fn want(&mut self, stream: usize) {
-        if let Some(state) = self.states.get_mut(stream) {
+    pub(super) fn want(&mut self, stream: u32) {
+        if let Some(state) = self.states.get_mut(stream as usize) {
             state.wanted = true;
         }
     }
 
     /// Asks that every stream but one that has freed something be recorded at its next chance.
-    pub(super) fn want_others(&mut self, but: usize) {
-        for (_, state) in self.states.iter_mut().enumerate().filter(|(i, state)| *i != but && state.frees > 0) {
+    pub(super) fn want_others(&mut self, but: u32) {
+        for (_, state) in (0..).zip(self.states.iter_mut()).filter(|(i, state)| *i != but && state.frees > 0) {
             state.wanted = true;
         }
     }
 
     /// Whether an event on this stream, which the caller was handed, is worth recording now.
     #[inline]
-    pub(super) fn due(&self, stream: usize) -> bool {
-        self.states.len() > 1
-            && self.states.get(stream).is_some_and(|s| {
-                (s.wanted || s.frees >= FREES_PER_EVENT || s.bytes >= BYTES_PER_EVENT) && s.events.len() < EVENTS_IN_FLIGHT
-            })
+    pub(super) fn due(&self, stream: u32) -> bool {
+        self.states.len() > 2
+            && self.captures == 0
+            && self.states.get(stream as usize).is_some_and(|s| s.wanted || s.frees >= FREES_PER_EVENT || s.bytes >= BYTES_PER_EVENT)
     }
 
-    /// Records the stream. Only inside a call that was handed `raw`, and never while it captures.
-    pub(super) fn record(&mut self, stream: usize, raw: Stream) -> Result<(), DriverError> {
-        let event = self.event()?;
+    /// Records the stream. Only inside a call that was handed `raw`. Does nothing while it captures.
+    pub(super) fn record(&mut self, stream: u32, raw: Stream) -> Result<(), DriverError> {
+        let Some(state) = self.states.get_mut(stream as usize) else { return Ok(()) };
+        // Somebody else's capture, of which torch did not tell: an event in it would be part of the graph.
+        if self.captures > 0 || self.driver.stream_capture(raw)? != Capture::None {
+            return Ok(());
+        }
+        let again = if state.events.len() >= EVENTS_IN_FLIGHT { state.events.pop_back().map(|(_, event)| event) } else { None };
+        let event = match again.or_else(|| self.spare.pop()) {
+            Some(event) => event,
+            None => self.driver.event_create()?,
+        };
         if let Err(error) = self.driver.event_record(event, raw) {
             self.spare.push(event);
             return Err(error);
         }
-        if let Some(state) = self.states.get_mut(stream) {
-            state.events.push_back((self.clock, event));
-            (state.frees, state.bytes, state.wanted) = (0, 0, false);
-        }
+        state.events.push_back((self.clock, event));
+        (state.frees, state.bytes, state.wanted) = (0, 0, false);
         self.clock += 1;
         Ok(())
     }
 
-    /// Records every stream at once, where the driver can and no capture forbids it. Returns the event, which stays ours.
-    pub(super) fn record_context(&mut self) -> Result<Event, DriverError> {
-        let event = self.event()?;
+    /// Records every stream at once; `None` where the driver cannot or a capture forbids it. Returns the event, which stays
+    /// ours, and its mark.
+    pub(super) fn record_context(&mut self) -> Option<(u64, Event)> {
+        if self.captures > 0 || !self.context_events {
+            return None;
+        }
+        let event = match self.spare.pop() {
+            Some(event) => event,
+            None => self.driver.event_create().ok()?,
+        };
         if let Err(error) = self.driver.event_record_context(event) {
             self.spare.push(event);
-            return Err(error);
+            self.context_events = error.result() != Some(CuResult::NOT_SUPPORTED);
+            return None;
         }
-        self.context_events.push_back((self.clock, event));
+        let recorded = (self.clock, event);
+        self.in_context.push_back(recorded);
         self.clock += 1;
         for state in &mut self.states {
             (state.frees, state.bytes, state.wanted) = (0, 0, false);
         }
-        Ok(event)
+        Some(recorded)
     }
 
     /// Whether a context-wide event is in flight.
     pub(super) fn context_pending(&self) -> bool {
-        !self.context_events.is_empty()
+        !self.in_context.is_empty()
     }
 
     /// Whether anybody waits for a stream.
     pub(super) fn any_wanted(&self) -> bool {
-        self.states.iter().any(|state| state.wanted)
+        self.waiting > 0 || self.states.iter().any(|state| state.wanted)
     }
 
-    fn event(&mut self) -> Result<Event, DriverError> {
-        match self.spare.pop() {
-            Some(event) => Ok(event),
-            None => self.driver.event_create(),
+    /// Whether any freed block waits for a stream that it was recorded on.
+    #[inline]
+    pub(super) fn any_waiting(&self) -> bool {
+        self.waiting > 0
+    }
+
+    /// Looks how far the context has come. An event whose work has died never completes.
+    pub(super) fn poll_context(&mut self) -> bool {
+        let before = self.context_done;
+        while let Some((mark, event)) = self.in_context.front().copied() {
+            if !self.driver.event_query(event).unwrap_or(false) {
+                break;
+            }
+            self.in_context.pop_front();
+            self.spare.push(event);
+            self.context_done = self.context_done.max(mark);
         }
+        self.context_done != before
     }
 
-    /// Looks how far the streams have come. True if any came further. An event whose work has died never completes.
-    pub(super) fn poll(&mut self) -> bool {
-        let mut moved = false;
-        let Self { driver, states, context_done, context_events, spare, .. } = self;
-        let queues = std::iter::once((context_done, context_events)).chain(states.iter_mut().map(|s| (&mut s.done, &mut s.events)));
-        for (done, events) in queues {
-            while let Some((mark, event)) = events.front().copied() {
-                if !driver.event_query(event).unwrap_or(false) {
+    /// Looks how far everything has come.
+    pub(super) fn poll(&mut self) {
+        self.poll_context();
+        let Self { driver, states, context_done, spare, .. } = self;
+        for state in states {
+            while let Some((mark, event)) = state.events.front().copied() {
+                if mark > *context_done && !driver.event_query(event).unwrap_or(false) {
                     break;
                 }
-                events.pop_front();
+                state.events.pop_front();
                 spare.push(event);
-                *done = (*done).max(mark);
-                moved = true;
+                state.done = state.done.max(mark);
             }
         }
-        moved
     }
 
     /// The largest mark that the stream has come past.
-    pub(super) fn done(&self, stream: usize) -> u64 {
-        self.states.get(stream).map_or(0, |state| state.done).max(self.context_done)
+    #[inline]
+    pub(super) fn done(&self, stream: u32) -> u64 {
+        self.states.get(stream as usize).map_or(0, |state| state.done).max(self.context_done)
+    }
+
+    /// The largest mark of this stream that an event in flight, or one that is over, covers.
+    pub(super) fn covered(&self, stream: u32) -> u64 {
+        let own = self.states.get(stream as usize).and_then(|state| state.events.back()).map_or(0, |(mark, _)| *mark);
+        let context = self.in_context.back().map_or(0, |(mark, _)| *mark);
+        own.max(context).max(self.done(stream))
+    }
+
+    /// The first event in flight after which the stream has come past `mark`.
+    pub(super) fn event_for(&self, stream: u32, mark: u64) -> Option<Event> {
+        let events = self.states.get(stream as usize).into_iter().flat_map(|state| &state.events);
+        let first = events.chain(&self.in_context).filter(|(covered, _)| *covered >= mark).min_by_key(|(covered, _)| *covered);
+        first.map(|(_, event)| *event)
+    }
+
+    /// A block was recorded on the stream.
+    pub(super) fn used(&mut self, stream: u32) {
+        if let Some(state) = self.states.get_mut(stream as usize) {
+            state.uses += 1;
+        }
+    }
+
+    /// A freed block was recorded on the stream: true if the stream has come past the mark of the free, else it will be
+    /// among [`Streams::take_over`].
+    pub(super) fn passed(&mut self, stream: u32, mark: u64, handle: Handle) -> bool {
+        let over = self.done(stream) >= mark;
+        if let Some(state) = self.states.get_mut(stream as usize) {
+            if over {
+                state.uses -= u32::from(state.uses > 0);
+            } else {
+                state.wanted = true;
+                state.waiting.push_back((mark, handle));
+                self.waiting += 1;
+            }
+        }
+        over
+    }
+
+    /// A block that waited for this stream and need not any more, with the mark of its free.
+    pub(super) fn take_over(&mut self, stream: u32) -> Option<(u64, Handle)> {
+        let done = self.done(stream);
+        let state = self.states.get_mut(stream as usize)?;
+        let (mark, _) = *state.waiting.front()?;
+        if mark > done {
+            return None;
+        }
+        state.uses -= u32::from(state.uses > 0);
+        self.waiting -= 1;
+        state.waiting.pop_front()
     }
 }

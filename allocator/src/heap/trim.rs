@@ -3,7 +3,12 @@
 use crate::tlsf::GRANULE;
 use crate::window::Chunk;
 
-use super::Heap;
+use super::streams::LIMBO;
+use super::{Heap, Inner};
+
+/// Looks at a context-wide event that was recorded just now, before the device counts as busy: some 10 µs, where a growth
+/// takes hundreds.
+const GLANCES: usize = 8;
 
 impl Heap {
     /// Gives back free chunks that no queued work can reach, up to about `bytes`; returns how many bytes went back. What
@@ -13,43 +18,26 @@ impl Heap {
             let mut inner = self.inner.lock();
             inner.streams.poll();
             inner.settle_waiting();
-            let mut taken: Vec<Chunk> = Vec::new();
-            let mut sum = 0;
-            // The highest first: low addresses pack.
-            let mut chunks = inner.chunks.clone();
-            chunks.sort_unstable_by_key(|chunk| std::cmp::Reverse(chunk.offset));
-            for chunk in chunks {
-                if sum >= bytes {
-                    break;
-                }
-                let Ok(offset) = u32::try_from(chunk.offset / GRANULE) else { continue };
-                let Some((domain, mark)) = inner.tlsf.region(offset).and_then(|region| region.free) else { continue };
-                let over = mark == 0 || inner.places.iter().any(|p| p.domain == domain && inner.streams.done(p.stream) >= mark);
-                if !over {
-                    inner.trim_pending = true;
-                } else if inner.tlsf.remove_region(offset).is_ok() {
-                    sum += chunk.bytes;
-                    taken.push(chunk);
-                }
-            }
-            inner.chunks.retain(|chunk| !taken.contains(chunk));
-            for chunk in &taken {
-                inner.stats.unreserved(chunk.bytes);
-            }
+            let taken = inner.take_free_chunks(bytes);
             inner.stats.trims += u64::from(!taken.is_empty());
             inner.live.largest_free = u64::from(inner.tlsf.largest_free()) * GRANULE;
-            if inner.trim_pending && !inner.streams.context_pending() {
-                let _ = inner.streams.record_context();
+            if inner.trim_wanted > 0 && !inner.streams.context_pending() {
+                inner.streams.record_context();
             }
             self.publish(&inner);
             taken
         };
         let mut gone = Vec::with_capacity(taken.len());
         for chunk in taken {
-            if let Err(error) = self.window.unmap(chunk.epoch) {
-                tracing::error!(epoch = chunk.epoch, %error, "a chunk could not be unmapped");
+            match self.window.unmap(chunk.epoch) {
+                Ok(_) => gone.push(chunk),
+                Err(error) => {
+                    tracing::error!(epoch = chunk.epoch, %error, "a chunk could not be unmapped");
+                    let mut inner = self.inner.lock();
+                    let limbo = inner.domain_of(0);
+                    inner.add_chunk(chunk, limbo);
+                }
             }
-            gone.push(chunk);
         }
         if !gone.is_empty() {
             self.source.give_back(&gone);
@@ -57,15 +45,60 @@ impl Heap {
         gone.iter().map(|chunk| chunk.bytes).sum()
     }
 
-    /// [`Heap::trim`], once everything queued so far is over if that is soon: for `torch.cuda.empty_cache()`, which users
-    /// call after a synchronisation. Never waits.
+    /// [`Heap::trim`] of everything, once what was queued so far is over if that is now: for `torch.cuda.empty_cache()`,
+    /// which users call after a synchronisation. Never waits.
     pub fn empty_cache(&self) -> u64 {
+        self.glance();
+        self.trim(u64::MAX)
+    }
+
+    /// Looks whether everything queued so far is over already. True if anything new was found to be.
+    pub(super) fn glance(&self) -> bool {
         {
             let mut inner = self.inner.lock();
-            if !inner.streams.context_pending() {
-                let _ = inner.streams.record_context();
+            inner.streams.poll();
+            // One in flight says that the device is busy; a newer one would say no more.
+            if inner.streams.context_pending() || inner.streams.record_context().is_none() {
+                return false;
             }
         }
-        self.trim(u64::MAX)
+        for _ in 0..GLANCES {
+            if self.inner.lock().streams.poll_context() {
+                return true;
+            }
+            (0..32).for_each(|_| std::hint::spin_loop());
+        }
+        false
+    }
+}
+
+impl Inner {
+    /// Takes whole free chunks that no queued work can reach, the highest first, since low addresses pack. Notes how much
+    /// more there would be to take later.
+    fn take_free_chunks(&mut self, bytes: u64) -> Vec<Chunk> {
+        let (mut taken, mut sum, mut later) = (Vec::new(), 0_u64, 0_u64);
+        for (offset, chunk) in self.chunks.iter().rev() {
+            if sum >= bytes {
+                break;
+            }
+            let Some((domain, mark)) = self.tlsf.region(*offset).and_then(|region| region.free) else { continue };
+            // A private pool's bytes may be in use by a graph, whatever their mark.
+            let Some(place) = self.places.iter().find(|place| place.domain == domain).filter(|place| place.is_shared()) else { continue };
+            if self.streams.done(place.stream) < mark {
+                later = later.saturating_add(chunk.bytes);
+            } else if self.tlsf.remove_region(*offset).is_ok() {
+                sum += chunk.bytes;
+                taken.push(*chunk);
+            }
+        }
+        for chunk in &taken {
+            self.chunks.remove(&((chunk.offset / GRANULE) as u32));
+            self.stats.unreserved(chunk.bytes);
+        }
+        self.trim_wanted = bytes.saturating_sub(sum).min(later);
+        if self.trim_wanted > 0 {
+            self.streams.want(LIMBO);
+        }
+        taken
     }
 }

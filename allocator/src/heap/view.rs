@@ -1,10 +1,10 @@
 //! What the heap holds, for snapshots, maps and statistics.
 
-use crate::driver::Addr;
+use crate::driver::{Addr, StreamId};
 use crate::tlsf::GRANULE;
 use crate::window::Chunk;
 
-use super::{Heap, Stats};
+use super::{Heap, PoolId, Stats};
 
 /// One block of a region, by address.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -21,6 +21,10 @@ pub struct BlockView {
     pub pending: bool,
     /// How many pins it has.
     pub pins: u32,
+    /// The stream that it comes back to, or may use it at once where it is free. `None`: everybody's, in time.
+    pub stream: Option<StreamId>,
+    /// The graph's private pool that it belongs to.
+    pub pool: Option<PoolId>,
 }
 
 /// One region: a chunk, or consecutive chunks under one block.
@@ -30,7 +34,7 @@ pub struct RegionView {
     pub addr: Addr,
     /// Its length in bytes.
     pub bytes: u64,
-    /// The number of the stream that its free blocks belong to, where they all belong to one.
+    /// Its blocks, by address, without a gap.
     pub blocks: Vec<BlockView>,
 }
 
@@ -44,12 +48,10 @@ impl Heap {
     /// Bytes of free pieces in chunks that are partly used, and how many pieces they are.
     #[must_use]
     pub fn inactive_split(&self) -> (u64, u64) {
-        self.regions()
-            .iter()
-            .filter(|region| region.blocks.len() > 1)
-            .flat_map(|region| &region.blocks)
-            .filter(|block| !block.used && !block.pending)
-            .fold((0, 0), |(bytes, pieces), block| (bytes + block.bytes, pieces + 1))
+        let inner = self.inner.lock();
+        let split = inner.tlsf.regions().filter(|(_, _, free)| free.is_none());
+        let pieces = split.flat_map(|(offset, ..)| inner.tlsf.blocks(offset)).filter(|block| !block.used);
+        pieces.fold((0, 0), |(bytes, pieces), block| (bytes + u64::from(block.granules) * GRANULE, pieces + 1))
     }
 
     /// Sets peaks to what is.
@@ -62,33 +64,19 @@ impl Heap {
         self.inner.lock().stats.reset_accumulated();
     }
 
-    /// The chunks, in no order.
+    /// The chunks, by address.
     #[must_use]
     pub fn chunks(&self) -> Vec<Chunk> {
-        self.inner.lock().chunks.clone()
+        self.inner.lock().chunks.values().copied().collect()
     }
 
-    /// The live block that holds an address: (first address, bytes).
+    /// The live block that holds an address, at its start or inside: (first address, bytes).
     #[must_use]
     pub fn block_at(&self, addr: Addr) -> Option<(Addr, u64)> {
-        let key = self.key(addr);
-        {
-            let inner = self.inner.lock();
-            if let Some(handle) = key.and_then(|key| inner.blocks.get(&key)) {
-                let info = inner.infos.get(handle.index() as usize)?;
-                return Some((addr, u64::from(info.granules) * GRANULE));
-            }
-        }
-        // Not its first byte: walk the region. Views into blocks are sent, so this is a path of its own, not an error.
-        let offset = u32::try_from(self.window.offset_of(addr)? / GRANULE).ok()?;
+        let offset = self.granule(addr)?;
         let inner = self.inner.lock();
-        let (start, _, _) = inner.tlsf.regions().take_while(|(start, _, _)| *start <= offset).last()?;
-        let block =
-            inner.tlsf.blocks(start).find(|block| block.used && block.offset <= offset && offset < block.offset + block.granules)?;
-        inner
-            .blocks
-            .contains_key(&block.offset)
-            .then(|| (self.window.base() + u64::from(block.offset) * GRANULE, u64::from(block.granules) * GRANULE))
+        let info = inner.live_around(offset)?;
+        Some((self.window.base() + u64::from(info.offset) * GRANULE, info.bytes()))
     }
 
     /// Every region and its blocks, by address.
@@ -96,32 +84,28 @@ impl Heap {
     pub fn regions(&self) -> Vec<RegionView> {
         let inner = self.inner.lock();
         let base = self.window.base();
-        inner
-            .tlsf
-            .regions()
-            .map(|(offset, granules, _)| RegionView {
-                addr: base + u64::from(offset) * GRANULE,
-                bytes: u64::from(granules) * GRANULE,
-                blocks: inner
-                    .tlsf
-                    .blocks(offset)
-                    .map(|block| {
-                        let info = inner
-                            .blocks
-                            .get(&block.offset)
-                            .and_then(|handle| inner.infos.get(handle.index() as usize))
-                            .filter(|_| block.used);
-                        BlockView {
-                            addr: base + u64::from(block.offset) * GRANULE,
-                            bytes: u64::from(block.granules) * GRANULE,
-                            requested: info.map_or(0, |info| info.requested),
-                            used: info.is_some(),
-                            pending: block.used && info.is_none(),
-                            pins: info.map_or(0, |info| info.pins),
-                        }
-                    })
-                    .collect(),
-            })
-            .collect()
+        let view = |block: crate::tlsf::Block| {
+            let live = inner.live(block.offset).filter(|_| block.used);
+            let place = match live {
+                Some(info) => inner.places.get(info.place as usize),
+                None => inner.places.iter().find(|place| place.domain == block.domain && !block.used),
+            };
+            BlockView {
+                addr: base + u64::from(block.offset) * GRANULE,
+                bytes: u64::from(block.granules) * GRANULE,
+                requested: live.map_or(0, |info| info.requested),
+                used: live.is_some(),
+                pending: block.used && live.is_none(),
+                pins: live.map_or(0, |info| info.pins),
+                stream: place.map(|place| inner.streams.id(place.stream)).filter(|id| *id != StreamId(u64::MAX)),
+                pool: place.and_then(|place| place.pool),
+            }
+        };
+        let region = |(offset, granules, _)| RegionView {
+            addr: base + u64::from(offset) * GRANULE,
+            bytes: u64::from(granules) * GRANULE,
+            blocks: inner.tlsf.blocks(offset).map(view).collect(),
+        };
+        inner.tlsf.regions().map(region).collect()
     }
 }

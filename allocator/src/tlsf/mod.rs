@@ -230,6 +230,11 @@ impl Tlsf {
         self.domains.add()
     }
 
+    /// Whether `domain` has no free block. True of an unknown one.
+    pub fn is_empty(&self, domain: Domain) -> bool {
+        self.domains.get(domain).is_none_or(|bins| bins.highest().is_none())
+    }
+
     /// Moves the free blocks of `domain` to `into`, each with the higher of its own mark and `mark`, and forgets `domain`.
     ///
     /// # Errors

@@ -1,7 +1,7 @@
 //! The client's connection to its owner: calls and answers, by one thread that reads.
 
 use std::collections::HashMap;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, OwnedFd};
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::Sender;
@@ -14,6 +14,8 @@ use rustix::net::{connect, shutdown, socket_with, AddressFamily, Shutdown, Socke
 use super::error::Error;
 use crate::wire::{send_frame, Answer, Ask, FrameError, FrameReader, FromClient, FromOwner, Hello, Request, Welcome};
 
+/// The longest that anything is waited for.
+pub(super) const LONGEST: Duration = Duration::from_secs(366 * 24 * 3600);
 /// How long a frame to the owner may take. The owner always reads.
 const SEND_TIMEOUT: Duration = Duration::from_secs(5);
 
@@ -37,8 +39,31 @@ pub(super) struct Link {
 
 #[derive(Debug, Default)]
 struct Pending {
-    waiting: HashMap<u64, ()>,
+    waiting: HashMap<u64, Awaited>,
     answers: HashMap<u64, (Answer, Vec<OwnedFd>)>,
+}
+
+/// What is to happen to an answer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Awaited {
+    /// Somebody waits for it.
+    Yes,
+    /// Nobody does any more; chunks that it grants are given back.
+    Grant,
+    /// Nobody does any more; chunks that it names are not mapped.
+    Import,
+    /// Nobody does any more.
+    No,
+}
+
+impl Awaited {
+    const fn abandoned(call: &Request) -> Self {
+        match call {
+            Request::Grow { .. } => Self::Grant,
+            Request::Import { .. } => Self::Import,
+            _ => Self::No,
+        }
+    }
 }
 
 /// What the tender is told.
@@ -70,7 +95,7 @@ impl Link {
         let body = serde_json::to_vec(hello).map_err(|error| Error::Internal(error.to_string()))?;
         send_frame(socket.as_fd(), &body, &[], Some(timeout)).map_err(gone)?;
         let mut reader = FrameReader::default();
-        let frame = reader.read_frame(socket.as_fd(), Some(timeout)).map_err(gone)?;
+        let frame = reader.read_frame(socket.as_fd(), Some(timeout), false).map_err(gone)?;
         match serde_json::from_slice(&frame).map_err(|error| Error::Protocol(format!("the owner's first frame: {error}")))? {
             FromOwner::Welcome { welcome } => {
                 let fds = reader.take_fds(welcome.fds)?;
@@ -90,6 +115,15 @@ impl Link {
             ))),
             _ => Err(Error::Protocol("the owner's first frame is no welcome".to_owned())),
         }
+    }
+
+    /// Whether nobody listens at an owner's address any more. A connection may also have ended because the owner cut it off.
+    pub(super) fn nobody_at(path: &Path) -> bool {
+        use rustix::io::Errno;
+        let Ok(address) = address(path) else { return false };
+        let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+        let Ok(socket) = socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None) else { return false };
+        matches!(connect(&socket, &address), Err(Errno::CONNREFUSED | Errno::NOENT | Errno::NOTDIR))
     }
 
     pub(super) fn is_dead(&self) -> bool {
@@ -118,12 +152,13 @@ impl Link {
     /// Asks and waits.
     pub(super) fn call(&self, call: Request, timeout: Duration) -> Result<(Answer, Vec<OwnedFd>), Error> {
         let call_id = self.next.fetch_add(1, Ordering::Relaxed);
-        self.pending.lock().waiting.insert(call_id, ());
+        let abandoned = Awaited::abandoned(&call);
+        self.pending.lock().waiting.insert(call_id, Awaited::Yes);
         if let Err(error) = self.send(&FromClient::Call { call_id, call }) {
             self.pending.lock().waiting.remove(&call_id);
             return Err(error);
         }
-        let deadline = Instant::now() + timeout;
+        let deadline = Instant::now() + timeout.min(LONGEST);
         let mut pending = self.pending.lock();
         loop {
             if let Some((answer, fds)) = pending.answers.remove(&call_id) {
@@ -137,24 +172,42 @@ impl Link {
                 return Err(Error::OwnerDied);
             }
             if self.answered.wait_until(&mut pending, deadline).timed_out() && !pending.answers.contains_key(&call_id) {
-                pending.waiting.remove(&call_id);
+                pending.waiting.insert(call_id, abandoned);
                 return Err(Error::Timeout(format!("the owner did not answer within {} ms", timeout.as_millis())));
             }
         }
     }
 
+    /// What an answer that comes too late leaves to be done.
+    fn late(&self, awaited: Awaited, answer: Answer) {
+        let Answer::Granted { chunks } = answer else { return };
+        let epochs = chunks.iter().map(|chunk| chunk.epoch).collect();
+        let _ = match awaited {
+            Awaited::Grant => self.tell(Request::Release { epochs }),
+            Awaited::Import => self.tell(Request::Unmapped { epochs }),
+            Awaited::Yes | Awaited::No => Ok(()),
+        };
+    }
+
     /// Reads until the owner is gone. The body of the reader's thread.
     pub(super) fn read(self: &Arc<Self>, mut reader: FrameReader, notices: &Sender<Notice>) {
         let mut next = || -> Result<(), FrameError> {
-            let frame = reader.read_frame(self.socket.as_fd(), None)?;
+            let frame = reader.read_frame(self.socket.as_fd(), None, false)?;
             match serde_json::from_slice(&frame)? {
                 FromOwner::Answer { call_id, answer, fds } => {
                     let fds = reader.take_fds(fds)?;
                     let mut pending = self.pending.lock();
-                    // An answer that nobody waits for any more: its descriptors close here.
-                    if pending.waiting.remove(&call_id).is_some() {
-                        pending.answers.insert(call_id, (answer, fds));
-                        self.answered.notify_all();
+                    match pending.waiting.remove(&call_id) {
+                        Some(Awaited::Yes) => {
+                            pending.answers.insert(call_id, (answer, fds));
+                            self.answered.notify_all();
+                        }
+                        // Its descriptors close here.
+                        Some(awaited) => {
+                            drop(pending);
+                            self.late(awaited, answer);
+                        }
+                        None => {}
                     }
                 }
                 FromOwner::Ask { ask_id, ask, fds } => {
@@ -180,9 +233,5 @@ impl Link {
     /// Ends the connection; the reader's thread ends with it.
     pub(super) fn close(&self) {
         let _ = shutdown(&self.socket, Shutdown::Both);
-    }
-
-    pub(super) fn socket(&self) -> BorrowedFd<'_> {
-        self.socket.as_fd()
     }
 }

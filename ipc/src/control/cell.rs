@@ -27,6 +27,7 @@ const LOOKS: usize = 64;
 
 impl<T: Words<N>, const N: usize> Cell<T, N> {
     /// Writes a record. Only its one writer may call this, one call at a time.
+    #[inline]
     pub fn write(&self, record: &T) {
         let writes = self.writes.load(Ordering::Relaxed);
         let copy = &self.copies[(writes as usize + 1) & 1];

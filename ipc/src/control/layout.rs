@@ -55,7 +55,36 @@ pub(super) struct Layout {
     pub(super) holds: Page<[[Hold; HOLDS_PER_CLIENT]; MAX_CLIENTS]>,
 }
 
+/// A record of words.
 macro_rules! row {
+    ($(#[$doc:meta])* $name:ident { $($(#[$field_doc:meta])* $field:ident,)* }) => {
+        $(#[$doc])*
+        #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+        pub struct $name {
+            $($(#[$field_doc])* pub $field: u64,)*
+        }
+
+        impl $name {
+            /// Words of the record.
+            pub const WORDS: usize = [$(stringify!($field)),*].len();
+        }
+
+        impl Words<{ $name::WORDS }> for $name {
+            #[inline]
+            fn to_words(&self) -> [u64; $name::WORDS] {
+                [$(self.$field),*]
+            }
+
+            fn from_words(words: [u64; $name::WORDS]) -> Self {
+                let [$($field),*] = words;
+                Self { $($field),* }
+            }
+        }
+    };
+}
+
+/// A record of words with a name.
+macro_rules! named_row {
     ($(#[$doc:meta])* $name:ident { $($(#[$field_doc:meta])* $field:ident,)* }) => {
         $(#[$doc])*
         #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -94,7 +123,7 @@ macro_rules! row {
     };
 }
 
-row! {
+named_row! {
     /// The owner's word on a device.
     DeviceRow {
         /// The identity's first eight bytes, big-endian. Zero with `id_low`: no such device.
@@ -122,7 +151,7 @@ row! {
     }
 }
 
-row! {
+named_row! {
     /// The owner's word on a client.
     ClientRow {
         /// Which client of this slot it is; zero: none ever was.

@@ -9,7 +9,7 @@ use millpond_allocator::timeline::Reached;
 
 use super::estate::Fate;
 use super::{rows, Ended, Owner};
-use crate::control::{ClientRow, Hold, HoldState, TIMELINES_PER_CLIENT};
+use crate::control::{ClientRow, Hold, HoldState, HoldWord, TIMELINES_PER_CLIENT};
 use crate::wire::{Ask, Role};
 
 /// How soon after something moved the dead are looked at again, and how late at most: what others do with their holds is
@@ -36,7 +36,9 @@ impl Owner {
     pub(super) fn bury(&mut self, slot: u32) {
         let Some(client) = self.client_mut(slot).filter(|client| !client.buried) else { return };
         client.buried = true;
-        let (peer, role) = (client.peer(), client.role);
+        let peer = client.peer();
+        // A parent that only detached may come back.
+        let parent_ended = client.role == Role::Parent && client.process_ended;
         tracing::info!(client = slot, name = peer.name, pid = peer.pid, "client gone");
         for word in self.control.timelines(slot).unwrap_or_default() {
             word.poison();
@@ -56,16 +58,16 @@ impl Owner {
         }
         self.wake_orphans();
         self.memory_came_back();
-        if role == Role::Parent && self.config.parent_pid.is_some() {
+        if parent_ended && self.config.parent_pid.is_some() {
             self.ended = Some(Ended::ParentEnded);
         }
     }
 
     /// Ends every hold that a dead client would have had to end, in everybody's table.
-    fn end_holds(&mut self, slot: u32) {
+    pub(super) fn end_holds(&mut self, slot: u32) {
         let own = slot as usize * TIMELINES_PER_CLIENT..(slot as usize + 1) * TIMELINES_PER_CLIENT;
         for producer in rows::slots() {
-            for hold in rows::used_holds(&self.control, producer) {
+            for (_, hold) in rows::used_holds(&self.control, producer) {
                 loop {
                     let word = hold.word();
                     let making = word.state() == HoldState::Making && u32::from(word.sender()) == slot;
@@ -84,20 +86,17 @@ impl Owner {
         }
     }
 
-    /// Whether a hold of a dead producer is over. What is over is made free, in the producer's place.
-    fn is_over(&self, hold: &Hold) -> bool {
-        let word = hold.word();
-        match word.state() {
-            HoldState::Free => true,
-            HoldState::Making | HoldState::InFlight | HoldState::Held => false,
-            HoldState::Done => {
-                let reached = hold.done().is_none_or(|(timeline, value)| {
-                    // A timeline that is none cannot be waited for.
-                    self.control.timeline(timeline).is_none_or(|word| word.reached(value) != Reached::No)
-                });
-                reached && hold.recycle(word)
-            }
-        }
+    /// Every hold of a producer that is not free, as it is now.
+    fn live_holds(&self, producer: u32) -> Vec<(u32, HoldWord)> {
+        let words = rows::used_holds(&self.control, producer).map(|(place, hold)| (place, hold.word()));
+        words.filter(|(_, word)| word.state() != HoldState::Free).collect()
+    }
+
+    /// Whether a hold is done, on the GPU too.
+    fn is_over(&self, hold: &Hold, word: HoldWord) -> bool {
+        // A timeline that is none cannot be waited for.
+        let reached = |(timeline, value)| self.control.timeline(timeline).is_none_or(|word| word.reached(value) != Reached::No);
+        word.state() == HoldState::Done && hold.done().is_none_or(reached)
     }
 
     /// Takes back what nobody reads any more of a dead client's chunks, and its slot when nothing is left.
@@ -105,10 +104,17 @@ impl Owner {
         if !self.client(slot).is_some_and(|client| client.buried) {
             return;
         }
+        let holds = self.live_holds(slot);
+        // A holder that forwards makes the new hold before it ends its own: two looks that see the same are one moment.
+        if holds != self.live_holds(slot) {
+            return self.wake_orphans();
+        }
         let mut read = BTreeSet::new();
         let mut all_over = true;
-        for hold in rows::used_holds(&self.control, slot) {
-            if self.is_over(hold) {
+        for (place, word) in holds {
+            let Some(hold) = self.control.hold(slot, place) else { continue };
+            // What is over is made free, in the producer's place.
+            if self.is_over(hold, word) && hold.recycle(word) {
                 continue;
             }
             all_over = false;

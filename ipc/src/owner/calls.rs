@@ -117,6 +117,9 @@ impl Owner {
     /// Tells every client something that needs no answer.
     pub(super) fn tell_all(&mut self, but: Option<u32>, ask: &Ask) {
         for slot in super::rows::slots().filter(|slot| Some(*slot) != but) {
+            if !self.client(slot).is_some_and(super::Client::is_present) {
+                continue;
+            }
             self.asks += 1;
             let ask_id = self.asks;
             self.say(slot, &FromOwner::Ask { ask_id, ask: ask.clone(), fds: 0 }, Vec::new());

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use millpond_allocator::driver::cuda::CudaPlatform;
 use millpond_allocator::driver::host::{HostConfig, HostPlatform};
-use millpond_allocator::driver::{DeviceInfo, Driver, DriverError, Platform};
+use millpond_allocator::driver::{DeviceId, DeviceInfo, Driver, DriverError, Platform};
 
 use super::config::{Config, DriverChoice, Limit, OwnerError, CHUNK_BYTES, CHUNK_CEILING};
 use crate::control::MAX_DEVICES;
@@ -44,18 +44,22 @@ fn gpus(config: &Config) -> Result<Vec<Arc<dyn Driver>>, OwnerError> {
         DriverChoice::Auto => false,
         DriverChoice::Cuda => true,
     };
+    let named: Option<Vec<DeviceId>> =
+        config.devices.as_ref().map(|ids| ids.iter().copied().filter(|id| id.host_number().is_none()).collect());
+    if !must && named.as_ref().is_some_and(Vec::is_empty) {
+        return Ok(Vec::new());
+    }
     let found = CudaPlatform::load().and_then(|platform| platform.devices().map(|devices| (platform, devices)));
     let (platform, devices) = match found {
         Ok(found) => found,
-        Err(error) if must || config.devices.is_some() => return Err(error.into()),
+        Err(error) if must || named.is_some() => return Err(error.into()),
         Err(error) => {
             tracing::info!(%error, "serving the host alone");
             return Ok(Vec::new());
         }
     };
-    if let Some(ids) = &config.devices {
-        let gpus = ids.iter().filter(|id| id.host_number().is_none());
-        return Ok(gpus.map(|id| platform.open(*id)).collect::<Result<_, _>>()?);
+    if let Some(ids) = named {
+        return Ok(ids.into_iter().map(|id| platform.open(id)).collect::<Result<_, _>>()?);
     }
     if must && devices.is_empty() {
         return Err(DriverError::Unavailable { tried: "the driver library loads, but sees no device".to_owned() }.into());

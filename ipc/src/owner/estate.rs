@@ -344,3 +344,7 @@ fn make(driver: &dyn Driver, bytes: u64) -> Result<OwnedFd, DriverError> {
     let fd = exported?;
     released.map(|()| fd)
 }
+
+#[cfg(test)]
+#[path = "estate_tests.rs"]
+mod tests;

@@ -87,6 +87,8 @@ impl Owner {
         while let Some(mut pending) = waiting.pop_front() {
             let due = pending.deadline <= now;
             if blocked && !due {
+                // It asks when its turn comes; until then only its deadline counts.
+                pending.widen = pending.widen.filter(|at| *at > now);
                 kept.push_back(pending);
                 continue;
             }
@@ -173,9 +175,13 @@ impl Owner {
                 break;
             }
             covered = covered.saturating_add(bytes);
-            pending.asked |= 1 << slot;
             pending.awaited |= 1 << slot;
-            self.ask(slot, Ask::Trim { device, bytes: bytes.min(short) }, Asked::Trim(device));
+            let is_trim = |asked: &Asked| matches!(asked, Asked::Trim(of) if *of == device);
+            // Who has not answered the last one is not asked again: a stopped client must not drown in questions.
+            if !self.client(slot).is_some_and(|client| client.asked.values().any(is_trim)) {
+                pending.asked |= 1 << slot;
+                self.ask(slot, Ask::Trim { device, bytes: bytes.min(short) }, Asked::Trim(device));
+            }
         }
     }
 

@@ -1,0 +1,100 @@
+//! Growth: asking the owner for chunks, mapping them, and taking a block from them.
+
+use std::os::fd::OwnedFd;
+use std::sync::atomic::Ordering;
+
+use crate::driver::Addr;
+use crate::tlsf::{Domain, GRANULE};
+use crate::window::{Chunk, WindowError};
+
+use super::error::HeapError;
+use super::source::GrowError;
+use super::{Heap, Inner, Request};
+
+impl Heap {
+    /// Asks the owner for more, maps it, and takes the block from it. Called with `growing` held and no other lock.
+    pub(super) fn grow(&self, request: Request) -> Result<Addr, HeapError> {
+        let chunks = self.ask(request)?;
+        self.map(&chunks, request)?;
+        let mut inner = self.inner.lock();
+        let inner = &mut *inner;
+        let place = inner.place(request.id, request.capturing);
+        let domain = inner.domain_of(place);
+        for (chunk, _) in &chunks {
+            inner.add_chunk(*chunk, domain);
+        }
+        inner.stats.growths += 1;
+        let found = if request.bytes > self.config.chunk_bytes {
+            inner.free_run(place, request, u64::MAX)
+        } else {
+            inner.tlsf.allocate(domain, request.granules).map(|found| (found, Vec::new()))
+        };
+        if request.capturing {
+            // A private pool keeps what it needs; the rest of the chunk is for everyone.
+            let home = inner.domain_of(inner.streams.home(inner.stream_of(place)));
+            inner.tlsf.move_ready(domain, home, 0);
+        }
+        inner.live.largest_free = u64::from(inner.tlsf.largest_free()) * GRANULE;
+        match found {
+            Some(found) => Ok(self.take(inner, found, place, request)),
+            None => Err(HeapError::Unreachable(format!("the owner granted less than {} bytes", request.bytes))),
+        }
+    }
+
+    fn ask(&self, request: Request) -> Result<Vec<(Chunk, OwnedFd)>, HeapError> {
+        let unit = self.driver.device().granularity.max(1);
+        let exact = request.bytes.div_ceil(unit).saturating_mul(unit);
+        let limit = self.limit.load(Ordering::Relaxed);
+        let reserved = self.inner.lock().stats.all.reserved_bytes.current;
+        let room = limit.saturating_sub(reserved);
+        if exact > room {
+            return Err(self.out_of_memory(request.bytes, Some(limit), "It is this process's own limit.".to_owned()));
+        }
+        let wish = (reserved / self.config.growth_divisor.max(1)).max(self.config.min_growth).min(self.config.chunk_bytes).min(room);
+        let generous = exact.max(wish / unit * unit);
+        let granted = match self.source.grow(generous) {
+            Err(GrowError::OutOfMemory { .. }) if generous > exact => self.source.grow(exact),
+            granted => granted,
+        };
+        granted.map_err(|error| match error {
+            GrowError::OutOfMemory { limit, detail, .. } => self.out_of_memory(request.bytes, Some(limit), detail),
+            GrowError::Unreachable(why) => HeapError::Unreachable(why),
+        })
+    }
+
+    /// Maps chunks, or gives them back.
+    fn map(&self, chunks: &[(Chunk, OwnedFd)], request: Request) -> Result<(), HeapError> {
+        let reachable = chunks.iter().all(|(chunk, _)| chunk.offset % GRANULE == 0 && chunk.end() / GRANULE <= u64::from(u32::MAX));
+        let mapped = if reachable { self.window.map(chunks) } else { Ok(()) };
+        if reachable && mapped.is_ok() {
+            return Ok(());
+        }
+        let given: Vec<Chunk> = chunks.iter().map(|(chunk, _)| *chunk).collect();
+        self.source.give_back(&given);
+        Err(match mapped {
+            Err(WindowError::Driver(error)) if error.is_out_of_memory() => self.out_of_memory(request.bytes, None, format!("{error}.")),
+            Err(WindowError::Driver(error)) => HeapError::Driver(error),
+            Err(error) => HeapError::Unreachable(error.to_string()),
+            Ok(()) => HeapError::Unreachable("a chunk lies beyond the 2 TiB of a window that blocks can lie in".to_owned()),
+        })
+    }
+}
+
+impl Inner {
+    /// Takes a mapped chunk in, free for a domain.
+    pub(super) fn add_chunk(&mut self, chunk: Chunk, domain: Domain) {
+        let offset = (chunk.offset / GRANULE) as u32;
+        self.index.reach((chunk.end() / GRANULE) as u32);
+        self.chunks.insert(offset, chunk);
+        self.stats.reserved(chunk.bytes);
+        self.add_free(chunk, domain, 0);
+    }
+
+    /// Makes a chunk's bytes free for a domain.
+    pub(super) fn add_free(&mut self, chunk: Chunk, domain: Domain, mark: u64) {
+        let (offset, granules) = ((chunk.offset / GRANULE) as u32, (chunk.bytes / GRANULE) as u32);
+        if let Err(error) = self.tlsf.add_region(offset, granules, domain, mark) {
+            tracing::error!(epoch = chunk.epoch, %error, "a chunk could not be used");
+        }
+    }
+}

@@ -1,0 +1,435 @@
+//! Replays allocation traces against the real heap, over addresses alone: no byte of the memory is touched.
+//!
+//! A trace is a log of RMM: CSV with the columns `Thread,Time,Action,Pointer,Size,Stream`, plain or gzipped; actions are
+//! `allocate`, `allocate failure` and `free`, pointers and streams are hexadecimal (or `(nil)`). The events run one after
+//! another in the order of the file; each stream of the trace is a stream of a host device (0: the legacy stream).
+
+use std::collections::{BTreeMap, HashMap};
+use std::io::{Read, Write};
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Instant;
+
+use parking_lot::Mutex;
+
+use crate::driver::host::{HostConfig, HostPlatform};
+use crate::driver::{Access, Addr, DeviceId, Driver, DriverError, Platform, Stream};
+use crate::heap::{Heap, HeapConfig, LocalSource};
+use crate::window::Window;
+
+/// Addresses of the window that a replay runs in, in bytes: as far as blocks can lie.
+const WINDOW: u64 = (2 << 40) - (4 << 20);
+
+/// The first line of a trace.
+pub const HEADER: &str = "Thread,Time,Action,Pointer,Size,Stream";
+
+/// What happened.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Action {
+    /// A block was handed out.
+    Allocate,
+    /// None was to be had.
+    AllocateFailure,
+    /// A block was given back.
+    Free,
+}
+
+/// One line of a trace.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Event {
+    /// Its line in the file, the header being 1.
+    pub line: u64,
+    /// What happened.
+    pub action: Action,
+    /// The block's address in the program that was traced.
+    pub pointer: u64,
+    /// Bytes asked for.
+    pub bytes: u64,
+    /// The stream, as a handle of that program.
+    pub stream: u64,
+}
+
+/// Why a trace could not be replayed at all.
+#[derive(Debug, thiserror::Error)]
+pub enum ReplayError {
+    /// The file could not be read.
+    #[error("{path}: {error}")]
+    Io {
+        /// The file.
+        path: String,
+        /// The system's answer.
+        error: std::io::Error,
+    },
+    /// A line is no event.
+    #[error("line {line}: {reason}")]
+    Parse {
+        /// The line, the header being 1.
+        line: u64,
+        /// What is wrong with it.
+        reason: String,
+    },
+    /// The host device could not be set up.
+    #[error(transparent)]
+    Driver(#[from] DriverError),
+}
+
+/// Nanoseconds of the calls of malloc and free.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Nanoseconds {
+    /// Half took no longer.
+    pub p50: u64,
+    /// Of a hundred, 99 took no longer.
+    pub p99: u64,
+    /// Of a thousand, 999 took no longer.
+    pub p99_9: u64,
+    /// The longest.
+    pub max: u64,
+}
+
+/// What a replay found.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct Report {
+    /// Lines that were replayed.
+    pub events: u64,
+    /// Lines that failed, and why.
+    pub failed: Vec<(u64, String)>,
+    /// Failures that the trace itself has; they are not replayed.
+    pub recorded_failures: u64,
+    /// The most bytes that were live, rounded to 512 each.
+    pub peak_live: u64,
+    /// The most bytes that were reserved.
+    pub peak_reserved: u64,
+    /// Peak reserved by peak live.
+    pub ratio: f64,
+    /// How long the calls took that needed no growth, in nanoseconds, the clock's own time included.
+    pub ns: Nanoseconds,
+    /// How long the longest call with a growth took, in nanoseconds.
+    pub growth_ns: u64,
+    /// Growths.
+    pub growths: u64,
+    /// Chunks at the end.
+    pub chunks: u64,
+}
+
+/// Reads a trace, gzipped if its name ends in `.gz`.
+///
+/// # Errors
+/// [`ReplayError::Io`], [`ReplayError::Parse`].
+pub fn read(path: &Path) -> Result<Vec<Event>, ReplayError> {
+    let io = |error| ReplayError::Io { path: path.display().to_string(), error };
+    let mut file = std::fs::File::open(path).map_err(io)?;
+    let mut text = String::new();
+    if path.extension().is_some_and(|end| end == "gz") {
+        flate2::read::MultiGzDecoder::new(file).read_to_string(&mut text).map_err(io)?;
+    } else {
+        file.read_to_string(&mut text).map_err(io)?;
+    }
+    parse(&text)
+}
+
+/// Reads the text of a trace. Columns are found by their names in the first line.
+///
+/// # Errors
+/// [`ReplayError::Parse`].
+pub fn parse(text: &str) -> Result<Vec<Event>, ReplayError> {
+    let mut lines = (1..).zip(text.lines());
+    let header: Vec<&str> = lines.next().map(|(_, line)| line.trim().split(',').map(str::trim).collect()).unwrap_or_default();
+    let column = |name: &str| {
+        let at = header.iter().position(|column| column.eq_ignore_ascii_case(name));
+        at.ok_or_else(|| ReplayError::Parse { line: 1, reason: format!("no column {name}: expected {HEADER}") })
+    };
+    let (action, pointer, bytes, stream) = (column("Action")?, column("Pointer")?, column("Size")?, column("Stream")?);
+    let mut events = Vec::new();
+    for (line, text) in lines.filter(|(_, text)| !text.trim().is_empty()) {
+        let fields: Vec<&str> = text.split(',').map(str::trim).collect();
+        let field = |at: usize| fields.get(at).copied().unwrap_or_default();
+        let bad = |what: &str, text: &str| ReplayError::Parse { line, reason: format!("{text:?} is no {what}") };
+        let action = match field(action) {
+            "allocate" => Action::Allocate,
+            "allocate failure" => Action::AllocateFailure,
+            "free" | "deallocate" => Action::Free,
+            other => return Err(bad("action", other)),
+        };
+        events.push(Event {
+            line,
+            action,
+            pointer: number(field(pointer), 16).ok_or_else(|| bad("pointer", field(pointer)))?,
+            bytes: number(field(bytes), 10).ok_or_else(|| bad("size", field(bytes)))?,
+            stream: number(field(stream), 16).ok_or_else(|| bad("stream", field(stream)))?,
+        });
+    }
+    Ok(events)
+}
+
+fn number(text: &str, radix: u32) -> Option<u64> {
+    match text {
+        "" | "(nil)" | "nullptr" => Some(0),
+        _ => match text.strip_prefix("0x").or_else(|| text.strip_prefix("0X")) {
+            Some(hex) => u64::from_str_radix(hex, 16).ok(),
+            None => u64::from_str_radix(text, radix).ok(),
+        },
+    }
+}
+
+/// Replays events with a heap of these settings.
+///
+/// # Errors
+/// [`ReplayError::Driver`]. An event that fails is in the report.
+pub fn replay(events: &[Event], config: HeapConfig) -> Result<Report, ReplayError> {
+    let mut run = Run::new(config)?;
+    for event in events {
+        run.step(event)?;
+    }
+    Ok(run.report())
+}
+
+/// One replay under way.
+struct Run {
+    driver: Arc<dyn Driver>,
+    source: Arc<LocalSource>,
+    heap: Heap,
+    streams: HashMap<u64, Stream>,
+    /// Live blocks of the trace: where they are here, and how large.
+    live: HashMap<u64, (Addr, u64)>,
+    /// The same by address here, to find overlaps.
+    taken: BTreeMap<Addr, u64>,
+    live_bytes: u64,
+    times: Vec<u64>,
+    report: Report,
+}
+
+impl Run {
+    fn new(config: HeapConfig) -> Result<Self, ReplayError> {
+        let platform = HostPlatform::new(HostConfig { total_bytes: Some(u64::MAX), ..HostConfig::default() });
+        let driver = platform.open(DeviceId::host(0))?;
+        driver.attach_context()?;
+        let source = Arc::new(LocalSource::new(driver.clone(), WINDOW, config.chunk_bytes));
+        let window = Window::reserve(driver.clone(), WINDOW, Access::ReadWrite)?;
+        let heap = Heap::new(driver.clone(), window, source.clone(), None, None, config);
+        Ok(Self {
+            driver,
+            source,
+            heap,
+            streams: HashMap::from([(0, Stream::LEGACY)]),
+            live: HashMap::new(),
+            taken: BTreeMap::new(),
+            live_bytes: 0,
+            times: Vec::new(),
+            report: Report::default(),
+        })
+    }
+
+    fn step(&mut self, event: &Event) -> Result<(), ReplayError> {
+        self.report.events += 1;
+        let failed = match event.action {
+            Action::Allocate => self.allocate(event)?,
+            Action::Free => self.free(event),
+            Action::AllocateFailure => {
+                self.report.recorded_failures += 1;
+                None
+            }
+        };
+        self.report.failed.extend(failed.map(|reason| (event.line, reason)));
+        Ok(())
+    }
+
+    fn allocate(&mut self, event: &Event) -> Result<Option<String>, ReplayError> {
+        let stream = match self.streams.get(&event.stream) {
+            Some(stream) => *stream,
+            None => *self.streams.entry(event.stream).or_insert(self.driver.stream_create()?),
+        };
+        if event.bytes > 0 && self.live.contains_key(&event.pointer) {
+            return Ok(Some(format!("the trace allocates {:#x}, which is live", event.pointer)));
+        }
+        let growths = self.heap.stats().growths;
+        let start = Instant::now();
+        let result = self.heap.allocate(event.bytes, stream);
+        let took = start.elapsed().as_nanos() as u64;
+        if self.heap.stats().growths > growths {
+            self.report.growth_ns = self.report.growth_ns.max(took);
+        } else {
+            self.times.push(took);
+        }
+        let addr = match result {
+            Ok(addr) => addr,
+            Err(error) => return Ok(Some(error.to_string())),
+        };
+        if event.bytes == 0 {
+            return Ok(None);
+        }
+        let rounded = event.bytes.div_ceil(512) * 512;
+        let before = self.taken.range(..addr + rounded).next_back().filter(|(at, bytes)| *at + **bytes > addr);
+        let overlap = before.map(|(at, bytes)| format!("{addr:#x}+{rounded} overlaps the live block {at:#x}+{bytes}"));
+        self.taken.insert(addr, rounded);
+        self.live.insert(event.pointer, (addr, rounded));
+        self.live_bytes += rounded;
+        self.report.peak_live = self.report.peak_live.max(self.live_bytes);
+        Ok(overlap)
+    }
+
+    fn free(&mut self, event: &Event) -> Option<String> {
+        if event.pointer == 0 || event.bytes == 0 {
+            return None;
+        }
+        let Some((addr, bytes)) = self.live.remove(&event.pointer) else {
+            return Some(format!("the trace frees {:#x}, which is not live", event.pointer));
+        };
+        self.taken.remove(&addr);
+        self.live_bytes -= bytes;
+        let start = Instant::now();
+        let result = self.heap.free(addr);
+        self.times.push(start.elapsed().as_nanos() as u64);
+        result.err().map(|error| error.to_string())
+    }
+
+    fn report(mut self) -> Report {
+        let (counts, stats) = (self.source.counts(), self.heap.stats());
+        let mut report = self.report;
+        if stats.all.allocated_bytes.current != self.live_bytes {
+            report.failed.push((0, format!("{} bytes count as live, not {}", stats.all.allocated_bytes.current, self.live_bytes)));
+        }
+        report.peak_reserved = counts.peak;
+        report.ratio = if report.peak_live == 0 { 0.0 } else { counts.peak as f64 / report.peak_live as f64 };
+        report.growths = stats.growths;
+        report.chunks = counts.chunks;
+        self.times.sort_unstable();
+        let at = |part: f64| self.times.get((self.times.len() as f64 * part) as usize).or(self.times.last()).copied().unwrap_or_default();
+        report.ns = Nanoseconds { p50: at(0.5), p99: at(0.99), p99_9: at(0.999), max: at(1.0) };
+        report
+    }
+}
+
+/// Writes a trace that [`read`] and RMM's own tools read.
+#[derive(Debug)]
+pub struct Recorder<W: Write + Send>(Mutex<W>);
+
+impl<W: Write + Send> Recorder<W> {
+    /// Writes the header.
+    ///
+    /// # Errors
+    /// What the writer says.
+    pub fn new(mut out: W) -> std::io::Result<Self> {
+        writeln!(out, "{HEADER}")?;
+        Ok(Self(Mutex::new(out)))
+    }
+
+    /// Writes one event: the thread's number, seconds of the day, and what happened.
+    ///
+    /// # Errors
+    /// What the writer says.
+    pub fn write(&self, thread: u64, seconds: f64, event: &Event) -> std::io::Result<()> {
+        let action = match event.action {
+            Action::Allocate => "allocate",
+            Action::AllocateFailure => "allocate failure",
+            Action::Free => "free",
+        };
+        let (whole, pointer) = (seconds as u64, if event.pointer == 0 { "(nil)".to_owned() } else { format!("{:#x}", event.pointer) });
+        let (hours, minutes, rest) = (whole / 3600 % 24, whole / 60 % 60, seconds - (whole / 60 * 60) as f64);
+        let mut out = self.0.lock();
+        writeln!(out, "{thread},{hours:02}:{minutes:02}:{rest:09.6},{action},{pointer},{},{:#x}", event.bytes, event.stream)
+    }
+
+    /// Ends the recording.
+    ///
+    /// # Errors
+    /// What the writer says.
+    pub fn finish(self) -> std::io::Result<W> {
+        let mut out = self.0.into_inner();
+        out.flush()?;
+        Ok(out)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const SMALL: HeapConfig = HeapConfig { chunk_bytes: 8 << 20, min_growth: 2 << 20, growth_divisor: 16 };
+
+    #[test]
+    fn a_trace_is_replayed() {
+        let events = parse(
+            "Thread,Time,Action,Pointer,Size,Stream\n\
+             1,15:47:02.841961,allocate,0x10012400000,1048576,0\n\
+             1,15:47:02.841962,allocate,0x10012500000,3000,0x7f00\n\
+             1,15:47:02.841963,allocate failure,(nil),99,0x0\n\
+             1,15:47:02.841964,free,0x10012400000,1048576,0\n\
+             1,15:47:02.841965,allocate,0x10012400000,512,0x7f00\n\n",
+        )
+        .unwrap();
+        assert_eq!(events.len(), 5);
+        assert_eq!((events[1].stream, events[1].bytes, events[1].line), (0x7f00, 3000, 3));
+        let report = replay(&events, SMALL).unwrap();
+        assert_eq!(report.failed, []);
+        assert_eq!((report.events, report.recorded_failures), (5, 1));
+        assert_eq!(report.peak_live, (1 << 20) + 3072);
+        assert!(report.peak_reserved >= report.peak_live && report.growths >= 1);
+    }
+
+    #[test]
+    fn failures_name_their_line() {
+        let text = format!("{HEADER}\n0,0,allocate,0x1000,512,0\n0,0,free,0x2000,512,0\n0,0,allocate,0x1000,512,0\n");
+        let report = replay(&parse(&text).unwrap(), SMALL).unwrap();
+        assert_eq!(report.failed.iter().map(|(line, _)| *line).collect::<Vec<_>>(), [3, 4]);
+        assert!(report.failed[0].1.contains("0x2000"), "{:?}", report.failed);
+    }
+
+    #[test]
+    fn other_text_is_refused_with_its_line() {
+        for (text, line) in
+            [("", 1), ("a,b\n", 1), (&format!("{HEADER}\n0,0,grow,0x1,1,0\n"), 2), (&format!("{HEADER}\n\n0,0,free,zz,1,0\n"), 3)]
+        {
+            match parse(text) {
+                Err(ReplayError::Parse { line: at, .. }) => assert_eq!(at, line, "{text}"),
+                other => panic!("{text}: {other:?}"),
+            }
+        }
+    }
+
+    #[test]
+    fn what_is_recorded_is_read() {
+        let recorder = Recorder::new(Vec::new()).unwrap();
+        let event = |line, action, pointer, bytes| Event { line, action, pointer, bytes, stream: 0xabc0 };
+        let events = [event(2, Action::Allocate, 0x500, 7), event(3, Action::AllocateFailure, 0, 9), event(4, Action::Free, 0x500, 7)];
+        for event in &events {
+            recorder.write(7, 3723.25, event).unwrap();
+        }
+        let text = String::from_utf8(recorder.finish().unwrap()).unwrap();
+        assert!(text.contains("\n7,01:02:03.250000,allocate,0x500,7,0xabc0\n"), "{text}");
+        assert_eq!(parse(&text).unwrap(), events);
+    }
+
+    /// `MILLPOND_TRACES=folder cargo test --release -p millpond-allocator --features replay --lib replay -- --ignored --nocapture`
+    #[test]
+    #[ignore = "needs MILLPOND_TRACES, a folder of traces; prints figures"]
+    fn real_traces() {
+        let folder = std::env::var("MILLPOND_TRACES").expect("MILLPOND_TRACES names a folder of *.csv.gz");
+        let setting = |name: &str, or: u64| std::env::var(name).ok().and_then(|text| text.parse().ok()).unwrap_or(or);
+        let or = HeapConfig::default();
+        let config = HeapConfig {
+            chunk_bytes: setting("CHUNK", or.chunk_bytes),
+            min_growth: setting("MIN", or.min_growth),
+            growth_divisor: setting("DIV", or.growth_divisor),
+        };
+        let mut paths: Vec<_> = std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path()).collect();
+        paths.retain(|path| path.to_string_lossy().ends_with(".csv.gz"));
+        paths.sort();
+        for path in paths {
+            let report = replay(&read(&path).unwrap(), config).unwrap();
+            let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+            println!(
+                "{name:36} {:6} failed {} live {:8.1} reserved {:8.1} MiB ratio {:.4} growths {:3} chunks {:3} {:?} growth {} ns",
+                report.events,
+                report.failed.len(),
+                report.peak_live as f64 / f64::from(1 << 20),
+                report.peak_reserved as f64 / f64::from(1 << 20),
+                report.ratio,
+                report.growths,
+                report.chunks,
+                report.ns,
+                report.growth_ns
+            );
+            assert_eq!(report.failed, []);
+        }
+    }
+}

@@ -1,0 +1,126 @@
+//! Lack of memory: others are asked to give back, with a bound.
+
+use std::time::{Duration, Instant};
+
+use millpond_ipc::owner::Config;
+use millpond_ipc::wire::{Answer, Ask, Reason, Request};
+
+use crate::raw::*;
+
+#[test]
+fn an_idle_client_is_asked_to_trim_and_the_growth_is_granted() {
+    let served = Served::start(Config { trim_timeout_ms: 20_000, ..config() });
+    let (mut idle, mut busy) = (served.attach("idle"), served.attach("busy"));
+    let chunks = idle.grow(64 * MIB);
+    let rest = busy.grow(192 * MIB);
+    busy.say_used(192 * MIB);
+    let call = busy.post(Request::Grow { device: 0, bytes: 8 * MIB });
+    let (ask, Ask::Trim { device, bytes }) = idle.next_ask() else { panic!() };
+    assert_eq!((device, bytes), (0, 8 * MIB));
+    idle.release(&chunks);
+    idle.answered(ask, 64 * MIB);
+    let (Answer::Granted { chunks }, _) = busy.answer(call) else { panic!() };
+    assert_eq!(chunks[0].bytes, 8 * MIB);
+    assert_sums(&busy.ledger());
+    drop(rest);
+}
+
+#[test]
+fn where_nobody_has_slack_the_refusal_comes_at_once() {
+    let served = Served::start(Config { trim_timeout_ms: 20_000, ..config() });
+    let mut client = served.attach("only");
+    client.grow(256 * MIB);
+    let start = Instant::now();
+    let (answer, _) = client.call(Request::Grow { device: 0, bytes: UNIT });
+    assert!(matches!(answer, Answer::Refused { reason: Reason::OutOfMemory, .. }), "{answer:?}");
+    assert!(start.elapsed() < Duration::from_secs(10));
+}
+
+#[test]
+fn a_client_that_answers_that_it_has_nothing_is_not_waited_for() {
+    let served = Served::start(Config { trim_timeout_ms: 20_000, ..config() });
+    let (mut idle, mut busy) = (served.attach("idle"), served.attach("busy"));
+    idle.grow(256 * MIB);
+    let call = busy.post(Request::Grow { device: 0, bytes: UNIT });
+    let (ask, Ask::Trim { .. }) = idle.next_ask() else { panic!() };
+    idle.answered(ask, 0);
+    let start = Instant::now();
+    assert!(matches!(busy.answer(call).0, Answer::Refused { reason: Reason::OutOfMemory, .. }));
+    assert!(start.elapsed() < Duration::from_secs(10));
+}
+
+#[test]
+fn a_stuck_client_delays_nobody_beyond_the_bound() {
+    let served = Served::start(Config { trim_timeout_ms: 200, ..config() });
+    let (mut stuck, mut busy) = (served.attach("stuck"), served.attach("busy"));
+    stuck.grow(256 * MIB);
+    let start = Instant::now();
+    let (answer, _) = busy.call(Request::Grow { device: 0, bytes: UNIT });
+    assert!(matches!(answer, Answer::Refused { reason: Reason::OutOfMemory, .. }), "{answer:?}");
+    assert!(start.elapsed() >= Duration::from_millis(200), "{:?}", start.elapsed());
+}
+
+#[test]
+fn where_the_first_is_stuck_the_others_are_asked_in_time() {
+    let served = Served::start(Config { trim_timeout_ms: 4_000, ..config() });
+    let (mut stuck, mut idle, mut busy) = (served.attach("stuck"), served.attach("idle"), served.attach("busy"));
+    stuck.grow(192 * MIB);
+    let chunks = idle.grow(64 * MIB);
+    let call = busy.post(Request::Grow { device: 0, bytes: UNIT });
+    // The one with most slack is asked first; it says nothing.
+    assert!(matches!(stuck.next_ask().1, Ask::Trim { .. }));
+    let (ask, Ask::Trim { .. }) = idle.next_ask() else { panic!() };
+    idle.release(&chunks);
+    idle.answered(ask, 64 * MIB);
+    assert!(matches!(busy.answer(call).0, Answer::Granted { .. }));
+}
+
+#[test]
+fn waiting_growths_are_served_in_order() {
+    let served = Served::start(Config { trim_timeout_ms: 20_000, ..config() });
+    let (mut idle, mut first, mut second) = (served.attach("idle"), served.attach("first"), served.attach("second"));
+    let chunks = idle.grow(128 * MIB);
+    let more = idle.grow(128 * MIB);
+    let large = first.post(Request::Grow { device: 0, bytes: 130 * MIB });
+    let (ask, Ask::Trim { .. }) = idle.next_ask() else { panic!() };
+    let small = second.post(Request::Grow { device: 0, bytes: UNIT });
+    idle.release(&chunks);
+    // There is room for the small one, but the large one was first.
+    assert_eq!(idle.ledger_of(second.slot()).unwrap().reserved, 0);
+    idle.release(&more);
+    idle.answered(ask, 256 * MIB);
+    assert!(matches!(first.answer(large).0, Answer::Granted { .. }));
+    assert!(matches!(second.answer(small).0, Answer::Granted { .. }));
+}
+
+#[test]
+fn a_retired_chunk_is_waited_for() {
+    let served = Served::start(Config { trim_timeout_ms: 20_000, ..config() });
+    let (mut maker, mut reader) = (served.attach("maker"), served.attach("reader"));
+    let chunks = maker.grow(256 * MIB);
+    reader.import(maker.window(), &chunks);
+    assert_eq!(maker.release(&chunks), (256 * MIB, 256 * MIB));
+    let call = maker.post(Request::Grow { device: 0, bytes: 256 * MIB });
+    let (ask, Ask::Revoke { .. }) = reader.next_ask() else { panic!() };
+    reader.answered(ask, 0);
+    let (Answer::Granted { chunks: again }, _) = maker.answer(call) else { panic!() };
+    assert!(again[0].epoch > chunks[0].epoch);
+}
+
+#[test]
+fn a_stopped_client_is_asked_once_however_often_memory_is_short() {
+    let served = Served::start(Config { trim_timeout_ms: 20, ..config() });
+    let (mut stuck, mut busy) = (served.attach("stuck"), served.attach("busy"));
+    stuck.grow(256 * MIB);
+    for _ in 0..5 {
+        assert!(matches!(busy.call(Request::Grow { device: 0, bytes: UNIT }).0, Answer::Refused { .. }));
+    }
+    let (ask, Ask::Trim { .. }) = stuck.next_ask() else { panic!() };
+    // Nothing else was asked: the next thing that it hears is an answer of its own.
+    let (answer, _) = stuck.call(Request::Ledger);
+    assert!(matches!(answer, Answer::Ledger { .. }) && stuck.heard_nothing());
+    stuck.answered(ask, 0);
+    let call = busy.post(Request::Grow { device: 0, bytes: UNIT });
+    assert!(matches!(stuck.next_ask().1, Ask::Trim { .. }));
+    assert!(matches!(busy.answer(call).0, Answer::Refused { .. }));
+}

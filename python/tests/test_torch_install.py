@@ -1,0 +1,140 @@
+"""torch's allocator and statistics, as far as that goes without a GPU: each case in a process of its own."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from conftest import native
+
+torch = pytest.importorskip("torch")
+if torch.version.cuda is None:
+    pytest.skip("this torch is built without CUDA", allow_module_level=True)
+
+GPU = """
+import torch, millpond
+from millpond import _session, _native
+_session._info = {"devices": [{"ordinal": 0, "id": "GPU-x"}, {"ordinal": -1, "id": "HOST-0"}]}
+"""
+
+
+def run(code, **env):
+    done = subprocess.run([sys.executable, "-c", code], env={**os.environ, **env}, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+REFUSED = """
+try:
+    millpond.torch.{call}
+except millpond.Error as e:
+    print(type(e).__name__, e)
+"""
+
+
+def test_without_attach_or_gpu_it_says_so():
+    assert run("import millpond" + REFUSED.format(call="install()")).startswith("NotAttached")
+    host = GPU + "_session._info = {'devices': [{'ordinal': -1}]}"
+    assert "host driver" in run(host + REFUSED.format(call="install()"))
+    assert run(GPU + REFUSED.format(call="install(mode='other')")).startswith("InvalidArgument")
+
+
+def test_after_cuda_was_initialised_it_says_how_to_fix_it():
+    out = run(GPU + "torch.cuda.is_initialized = lambda: True" + REFUSED.format(call="install()"))
+    assert out.startswith("Refused torch has already initialised CUDA") and "right after import torch" in out
+
+
+def test_under_cuda_malloc_async_it_says_how_to_fix_it():
+    out = run(GPU + REFUSED.format(call="install()"), PYTORCH_CUDA_ALLOC_CONF="backend:cudaMallocAsync")
+    assert out.startswith("Refused") and "remove backend:cudaMallocAsync" in out
+
+
+def test_another_allocator_is_refused():
+    other = """
+a = torch._C._cuda_customAllocator(1, 2)
+torch._C._cuda_changeCurrentAllocator(a)
+"""
+    assert "another allocator" in run(GPU + other + REFUSED.format(call="install()"))
+
+
+def test_pool_mode_needs_a_torch_that_has_it():
+    out = run(GPU + "torch.__version__ = '2.7.1+cu126'" + REFUSED.format(call="pool().__enter__()"))
+    assert "torch 2.8 or later" in out
+
+
+@native
+def test_install_replaces_the_allocator_with_every_hook_once():
+    code = (
+        GPU
+        + """
+set_hooks = []
+real = torch._C._cuda_customAllocator
+class Spy:
+    def __init__(self, a): self.a = a
+    def __getattr__(self, name):
+        set_hooks.append(name)
+        return getattr(self.a, name)
+def make(*addresses):
+    assert all(addresses), addresses
+    a = real(*addresses)
+    make.made = a
+    return Spy(a)
+torch._C._cuda_customAllocator = make
+change = torch._C._cuda_changeCurrentAllocator
+torch._C._cuda_changeCurrentAllocator = lambda spy: change(spy.a)
+millpond.torch.install()
+millpond.torch.install()
+from millpond.torch import _HOOKS
+assert {h for h in set_hooks if h.startswith("set_")} == set(_HOOKS), set_hooks
+print(torch.cuda.get_allocator_backend(), millpond.torch.installed())
+"""
+        + REFUSED.format(call="install(mode='pool')")
+    )
+    out = run(code)
+    assert out.startswith("pluggable replace\nRefused") or out.startswith("native replace\nRefused"), out
+
+
+def test_statistics_are_answered_from_our_counters_under_every_name():
+    code = (
+        GPU
+        + """
+from millpond import _torch_stats
+from torch.cuda import memory_stats as bound_before
+flat = {"allocated_bytes.all.current": 1234, "allocated_bytes.all.peak": 5678, "reserved_bytes.all.current": 4096,
+        "reserved_bytes.all.peak": 8192, "num_ooms": 2, "allocation.all.current": 3, "active_bytes.all.current": 1234}
+calls = []
+def control(op, **fields):
+    calls.append((op, fields))
+    return {"stats": flat, "snapshot": [{"address": 1, "blocks": []}], "get_fraction": {"fraction": 0.5}}.get(op, {})
+_native.control = control
+_torch_stats.install(); _torch_stats.install()
+torch.cuda.is_initialized = torch.cuda.memory.is_initialized = lambda: True
+torch.cuda.device_count = lambda: 1
+for module in (torch.cuda, torch.cuda.memory):
+    assert module.memory_allocated(0) == 1234 and module.max_memory_allocated(0) == 5678
+    assert module.memory_reserved(0) == 4096 and module.max_memory_reserved(0) == 8192
+    assert module.memory_stats(0)["num_ooms"] == 2 and module.memory_stats(0)["active_bytes.small_pool.peak"] == 0
+    assert module.memory_stats_as_nested_dict(0)["allocation"]["all"]["current"] == 3
+    module.reset_peak_memory_stats(0); module.reset_accumulated_memory_stats(0); module.reset_max_memory_allocated(0)
+    assert "CUDA OOMs: 2" in module.memory_summary(0) and "Allocated memory" in module.memory_summary(0, abbreviated=True)
+    assert module.memory_snapshot() == [{"address": 1, "blocks": []}]
+    if hasattr(module, "get_per_process_memory_fraction"):
+        assert module.get_per_process_memory_fraction(0) == 0.5
+assert bound_before(0)["num_ooms"] == 2
+assert torch.cuda.memory._snapshot()["segments"] and torch.cuda.memory._snapshot()["device_traces"] == [[]]
+import pickle, tempfile, os
+path = os.path.join(tempfile.mkdtemp(), "s.pickle")
+torch.cuda.memory._dump_snapshot(path)
+assert pickle.load(open(path, "rb"))["segments"]
+assert ("reset_peak_stats", {"device": 0}) in calls and ("reset_accumulated_stats", {"device": 0}) in calls
+accelerator = getattr(torch, "accelerator", None)
+if hasattr(accelerator, "memory_allocated"):
+    assert torch._C._accelerator_getDeviceStats(0)["allocated_bytes"]["all"]["current"] == 1234
+    assert torch._C._accelerator_isAllocatorInitialized()
+millpond.torch.uninstall_stats()
+assert torch._C._cuda_memoryStats is not _torch_stats._stats
+print("fine")
+"""
+    )
+    assert run(code) == "fine"
