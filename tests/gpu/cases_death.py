@@ -182,7 +182,7 @@ def sleeper_with_fork(conn):
     time.sleep(60)
 
 
-@test(alone=True)
+@test(alone=True, quick=False)
 def killed_with_a_forked_child():
     """SIGKILL of a process whose forked child lives on: nothing is reused before the child is gone too."""
     p = Parent()
