@@ -16,16 +16,16 @@
 // What an entry returns for an error.
 #define MILLPOND_FAILED -1
 
-// `MILLPOND_COPIED`.
+// Set by a send: the bytes were copied into the arena first.
 #define MILLPOND_COPIED 1
 
-// `MILLPOND_READ_ONLY`.
+// Asked of a send: the receiver maps it read-only. Set by a receive: it is so.
 #define MILLPOND_READ_ONLY 2
 
-// `MILLPOND_LAZY`.
+// Asked of a receive: map nothing, wait for nothing.
 #define MILLPOND_LAZY 1
 
-// `MILLPOND_WAIT`.
+// Asked of a receive or an open: block until READY is reached, or its producer has died.
 #define MILLPOND_WAIT 2
 
 typedef struct Owned Owned;
@@ -98,6 +98,9 @@ typedef struct millpond_pool_id {
 #ifdef __cplusplus
 extern "C" {
 #endif // __cplusplus
+
+// Makes torch's pluggable allocator answer `cacheInfo`. 1: it does now; 0: this torch has no such slot, nothing was changed.
+int32_t millpond_torch_answer_cache_info(void);
 
 // [`ABI_VERSION`].
 uint32_t millpond_abi_version(void);

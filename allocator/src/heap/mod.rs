@@ -183,13 +183,13 @@ impl Heap {
         let Some(granules) = u32::try_from(bytes.div_ceil(GRANULE)).ok().filter(|_| bytes <= self.window.bytes()) else {
             return Err(self.larger_than_window(bytes));
         };
-        let id = self.driver.stream_id(stream)?;
         let captures = self.captures.load(Ordering::Relaxed) > 0;
         let capturing = captures && self.driver.stream_capture(stream)? != Capture::None;
+        let id = self.identify(stream, capturing)?;
         let mut guard = self.inner.lock();
         let inner = &mut *guard;
         if captures && !capturing {
-            inner.pools.seen_running(id);
+            inner.pools.seen_running(captured(stream));
             self.count_captures(inner);
         }
         let place = inner.place(id, capturing);
@@ -217,6 +217,15 @@ impl Heap {
         error
     }
 
+    /// Who a stream is. A capturing stream may not be asked (900, and its capture is lost): it lives, so its handle will do.
+    #[inline]
+    fn identify(&self, stream: Stream, capturing: bool) -> Result<StreamId, HeapError> {
+        if capturing {
+            return Ok(captured(stream));
+        }
+        Ok(self.driver.stream_id(stream)?)
+    }
+
     /// Frees a block. Its bytes are its stream's again at once, and others' when that stream has come past this moment.
     ///
     /// # Errors
@@ -242,7 +251,8 @@ impl Heap {
     /// What the driver says of the stream.
     pub fn record_stream(&self, addr: Addr, stream: Stream) -> Result<bool, HeapError> {
         let Some(offset) = self.granule(addr) else { return Ok(false) };
-        let id = self.driver.stream_id(stream)?;
+        let captures = self.captures.load(Ordering::Relaxed) > 0;
+        let id = self.identify(stream, captures && self.driver.stream_capture(stream)? != Capture::None)?;
         let mut inner = self.inner.lock();
         let Some(index) = inner.live_around(offset).map(|info| info.handle.index()) else { return Ok(false) };
         let stream = match inner.streams.find(id) {
@@ -317,6 +327,11 @@ impl Heap {
             });
         }
     }
+}
+
+/// The identity of a stream while it captures: its handle, told from ids by a bit that those do not reach.
+fn captured(stream: Stream) -> StreamId {
+    StreamId(stream.0 | 1 << 63)
 }
 
 /// One call of malloc.

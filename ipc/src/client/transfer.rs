@@ -407,11 +407,10 @@ impl Client {
             let (timeline, value) = frame.ready.get(*number as usize).copied().ok_or_else(|| {
                 Error::Protocol(format!("{} sent a value that names signal {number} of {}", sender.name, frame.ready.len()))
             })?;
-            let word = self
-                .shared
-                .control
-                .timeline(timeline)
-                .ok_or_else(|| Error::Protocol(format!("{} sent a signal of timeline {timeline}, which does not exist", sender.name)))?;
+            let word =
+                self.shared.control.timeline(timeline).ok_or_else(|| {
+                    Error::Protocol(format!("{} sent a signal of timeline {timeline}, which does not exist", sender.name))
+                })?;
             // A sender that died long ago: what its timelines say now may be another client's.
             let slot = timeline / TIMELINES_PER_CLIENT as u32;
             let row = self.shared.control.client(slot).and_then(|cell| cell.read());
@@ -453,13 +452,12 @@ impl Client {
                     Err(TimelineError::Dead(_)) => return Err(died(&import)),
                     result => result?,
                 },
-                _ => {
-                    self.await_until(*signal, until)
-                        .map_err(|error| if matches!(error, Error::PeerDied(_)) { died(&import) } else { error })?
-                }
+                _ => self
+                    .await_until(*signal, until)
+                    .map_err(|error| if matches!(error, Error::PeerDied(_)) { died(&import) } else { error })?,
             }
         }
-        let id = stream.map(|stream| opened.driver.stream_id(stream)).transpose()?;
+        let id = stream.map(|stream| opened.identify(stream)).transpose()?;
         self.imports.with(handle, |import| {
             import.addr = Some(addr);
             if on_cpu {
@@ -528,7 +526,7 @@ impl Client {
     pub fn record_import_stream(&self, addr: Addr, place: Place, stream: Stream) -> Result<bool, Error> {
         self.check_alive()?;
         let opened = self.device(place)?.open()?;
-        Ok(self.imports.record_stream(addr, opened.driver.stream_id(stream)?))
+        Ok(self.imports.record_stream(addr, opened.identify(stream)?))
     }
 
     /// Waits until every receiver of the block at an address is done with it: the stream on the GPU, and without one, or where
@@ -587,7 +585,7 @@ impl Client {
                     opened.heap.record_stream(addr, stream).map(|_| ())?
                 }
                 Some(_) => {
-                    self.imports.record_stream(addr, opened.driver.stream_id(stream)?);
+                    self.imports.record_stream(addr, opened.identify(stream)?);
                 }
                 None => {}
             }

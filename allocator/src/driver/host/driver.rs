@@ -192,7 +192,11 @@ impl Driver for HostDriver {
     }
 
     fn stream_id(&self, stream: Stream) -> Result<StreamId> {
-        Ok(self.queue(HostCall::StreamId, stream)?.id())
+        let call = HostCall::StreamId;
+        let queue = self.queue(call, stream)?;
+        // Measured: cuStreamGetId of a capturing stream is refused, and the capture is lost.
+        self.captures.forbid(queue.id()).map_err(|result| call.refuse(result))?;
+        Ok(queue.id())
     }
 
     fn stream_synchronize(&self, stream: Stream) -> Result<()> {
