@@ -303,7 +303,11 @@ def ready_gate():
 def slow_user(conn):
     import torch
 
-    warm = torch.zeros(4, device="cuda").sum()
+    # Loading a kernel waits for what runs: load them all first.
+    warm = torch.zeros(64 * MIB, dtype=torch.uint8, device="cuda").sum(dtype=torch.int64)
+    torch.cuda._sleep(1000)
+    int(warm)
+    conn.send("warm")
     t = conn.recv(timeout=60)
     torch.cuda._sleep(2 * LONG)
     total = t.sum(dtype=torch.int64)
@@ -322,6 +326,7 @@ def done_gate():
     n = 64 * MIB
     t = torch.full((n,), 5, dtype=torch.uint8, device="cuda")
     where = t.data_ptr()
+    equal(conn.recv(timeout=60), "warm")
     conn.send(t)
     del t
     equal(conn.recv(timeout=60), "dropped")
