@@ -55,7 +55,7 @@ pub struct HeapConfig {
 
 impl Default for HeapConfig {
     fn default() -> Self {
-        Self { chunk_bytes: 2 << 30, min_growth: 32 << 20, growth_divisor: 16 }
+        Self { chunk_bytes: 2 << 30, min_growth: 32 << 20, growth_divisor: 32 }
     }
 }
 
