@@ -5,7 +5,7 @@
 //! giving back whole free chunks and growing again, and, last, the same once this stream has run dry. Every step starts from
 //! the lock anew, and none waits for the owner with it held.
 
-use crate::driver::Addr;
+use crate::driver::{Addr, Capture};
 use crate::tlsf::{Allocation, GRANULE};
 use crate::window::Chunk;
 
@@ -17,12 +17,14 @@ pub(super) type Found = (Allocation, Vec<Chunk>);
 
 impl Heap {
     #[cold]
-    pub(super) fn miss(&self, request: Request) -> Result<Addr, HeapError> {
+    pub(super) fn miss(&self, mut request: Request) -> Result<Addr, HeapError> {
+        // A capture that nobody announced: its stream must not be recorded, waited for or made to wait.
+        request.capturing = request.capturing || self.driver.stream_capture(request.stream)? != Capture::None;
         self.source.reap();
         if let Some(addr) = self.search(request) {
             return Ok(addr);
         }
-        if self.has_others() && self.glance() {
+        if !request.capturing && self.has_others() && self.glance() {
             if let Some(addr) = self.search(request) {
                 return Ok(addr);
             }

@@ -171,6 +171,14 @@ impl Heap {
         self.limit.load(Ordering::Relaxed)
     }
 
+    /// Whether the heap may record events of the whole context, as it does by itself where the driver can. Not where graphs
+    /// are captured without [`Heap::begin_pool`]: such an event breaks every capture under way. Without them, what a stream
+    /// leaves behind is others' only when it comes back, and a released pool's bytes stay where they are.
+    pub fn set_context_events(&self, allowed: bool) {
+        let can = self.driver.device().context_events;
+        self.inner.lock().streams.set_context_events(allowed && can);
+    }
+
     /// A block of at least `bytes`, aligned to 512, that `stream` may use at once. Zero bytes: address 0.
     ///
     /// # Errors

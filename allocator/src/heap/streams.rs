@@ -184,6 +184,10 @@ impl Streams {
         self.captures = captures;
     }
 
+    pub(super) fn set_context_events(&mut self, may: bool) {
+        self.context_events = may;
+    }
+
     pub(super) fn has_context_events(&self) -> bool {
         self.context_events
     }
