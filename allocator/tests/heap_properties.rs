@@ -73,7 +73,9 @@ impl Model {
         let over = self.past.iter().filter(|past| past.addr < addr + bytes && addr < past.addr + past.bytes);
         let knows = |user: Stream, position: u64| of.is_some_and(|of| self.after.get(&of).and_then(|c| c.get(&user)) >= Some(&position));
         let mut users = over.flat_map(|past| past.users.iter().map(move |user| (past, *user)));
-        users.find(|(_, (user, position))| !knows(*user, *position) && !self.may_be_done(*user, *position)).map(|(past, (user, _))| (past, user))
+        users
+            .find(|(_, (user, position))| !knows(*user, *position) && !self.may_be_done(*user, *position))
+            .map(|(past, (user, _))| (past, user))
     }
 }
 
@@ -212,19 +214,42 @@ impl Driver for Spy {
 
 #[derive(Debug, Clone, Copy)]
 enum Step {
-    Allocate { stream: usize, bytes: u64 },
-    Free { block: usize },
-    Record { block: usize, stream: usize, interior: u64 },
-    Pin { block: usize },
-    Unpin { pin: usize },
-    Stall { stream: usize },
-    Resume { stall: usize },
+    Allocate {
+        stream: usize,
+        bytes: u64,
+    },
+    Free {
+        block: usize,
+    },
+    Record {
+        block: usize,
+        stream: usize,
+        interior: u64,
+    },
+    Pin {
+        block: usize,
+    },
+    Unpin {
+        pin: usize,
+    },
+    Stall {
+        stream: usize,
+    },
+    Resume {
+        stall: usize,
+    },
     /// The stream is destroyed and another one made, under the same handle.
-    Renew { stream: usize },
-    Trim { bytes: u64 },
+    Renew {
+        stream: usize,
+    },
+    Trim {
+        bytes: u64,
+    },
     EmptyCache,
     Tick,
-    Limit { chunks: u64 },
+    Limit {
+        chunks: u64,
+    },
 }
 
 fn step() -> impl Strategy<Value = Step> {

@@ -5,6 +5,9 @@ use crate::window::Chunk;
 
 use super::{Inner, Pin};
 
+/// Places for blocks that are ready from the first growth on.
+const READY: usize = 2048;
+
 /// What the heap knows of a block beside its place.
 #[derive(Debug)]
 pub(super) struct Info {
@@ -34,6 +37,15 @@ impl Info {
 }
 
 impl Inner {
+    /// Makes tables ready for twice the blocks that there are, so that malloc seldom meets memory that was never touched.
+    /// Called where time does not matter so much: when the heap grows.
+    pub(super) fn prepare(&mut self) {
+        let blocks = usize::try_from(2 * self.stats.all.active.current).unwrap_or(0).saturating_add(READY);
+        let vacant = || Info { handle: Handle::NONE, requested: 0, offset: 0, granules: 0, place: 0, pins: 0, freed: true, more: None };
+        self.infos.resize_with(self.infos.len().max(blocks), vacant);
+        self.tlsf.prepare(u32::try_from(blocks).unwrap_or(u32::MAX));
+    }
+
     /// Makes an allocation a live block.
     #[inline]
     pub(super) fn settle(&mut self, allocation: Allocation, place: u32, requested: u64) {

@@ -124,7 +124,7 @@ impl Heap {
             vacant: Vec::new(),
             pools: Pools::default(),
             index: Index::default(),
-            infos: Vec::with_capacity(1 << 14),
+            infos: Vec::new(),
             chunks: BTreeMap::new(),
             stats: Stats::default(),
             live: Live::default(),

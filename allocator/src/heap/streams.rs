@@ -232,9 +232,7 @@ impl Streams {
             && self
                 .states
                 .get(stream as usize)
-                .is_some_and(|s| {
-                    s.wanted > s.recorded.max(self.context_done) || s.frees >= FREES_PER_EVENT || s.bytes >= BYTES_PER_EVENT
-                })
+                .is_some_and(|s| s.wanted > s.recorded.max(self.context_done) || s.frees >= FREES_PER_EVENT || s.bytes >= BYTES_PER_EVENT)
     }
 
     /// Records the stream. Only inside a call that was handed `raw`. Does nothing while it captures.
