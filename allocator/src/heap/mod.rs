@@ -55,7 +55,7 @@ pub struct HeapConfig {
 
 impl Default for HeapConfig {
     fn default() -> Self {
-        Self { chunk_bytes: 2 << 30, min_growth: 32 << 20, growth_divisor: 16 }
+        Self { chunk_bytes: 2 << 30, min_growth: 32 << 20, growth_divisor: 32 }
     }
 }
 
@@ -124,7 +124,7 @@ impl Heap {
             vacant: Vec::new(),
             pools: Pools::default(),
             index: Index::default(),
-            infos: Vec::with_capacity(1 << 14),
+            infos: Vec::new(),
             chunks: BTreeMap::new(),
             stats: Stats::default(),
             live: Live::default(),
@@ -169,6 +169,14 @@ impl Heap {
     #[must_use]
     pub fn limit(&self) -> u64 {
         self.limit.load(Ordering::Relaxed)
+    }
+
+    /// Whether the heap may record events of the whole context, as it does by itself where the driver can. Not where graphs
+    /// are captured without [`Heap::begin_pool`]: such an event breaks every capture under way. Without them, what a stream
+    /// leaves behind is others' only when it comes back, and a released pool's bytes stay where they are.
+    pub fn set_context_events(&self, allowed: bool) {
+        let can = self.driver.device().context_events;
+        self.inner.lock().streams.set_context_events(allowed && can);
     }
 
     /// A block of at least `bytes`, aligned to 512, that `stream` may use at once. Zero bytes: address 0.
