@@ -155,6 +155,8 @@ fn the_consumer_dies(arena: &Arena, step: Step, how: &str) {
     eventually("the lease ends", || a.number("leases") == 0);
     a.ok("waitdone 0 - 1000");
     a.fails("Closed", &format!("send {ab} 0"));
+    // What the dead one sent and nobody received is held until here.
+    a.ok(&format!("close {ab}"));
     a.ok("free 0");
     a.ok("sync 1");
     a.ok("trim");
