@@ -3,7 +3,7 @@
 //! Opened at first use, so that a process that only passes values on has no context and maps nothing, and so that a device
 //! mask set after `attach` still counts.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::os::fd::OwnedFd;
 use std::sync::atomic::AtomicBool;
 use std::sync::Arc;
@@ -294,6 +294,9 @@ impl Opened {
         }
         if epochs.len() as u64 > bytes / self.granularity + 2 {
             return Err(Error::Protocol(format!("{} epochs for {bytes} bytes", epochs.len())));
+        }
+        if epochs.iter().collect::<HashSet<_>>().len() != epochs.len() {
+            return Err(Error::Protocol("a chunk is named twice".to_owned()));
         }
         let mut peers = self.peers.lock();
         let peer = match peers.get(&(window, read_only)) {
