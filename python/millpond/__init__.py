@@ -12,7 +12,7 @@ millpond.torch.install()                             # torch's CUDA allocator is
 conn = millpond.connection(); job = conn.recv()
 """
 
-from . import _native, _ref, _session
+from . import _native, _ref, _session, tiers
 from ._calls import cancelled, check_cancelled
 from ._ref import Ref
 from ._session import attach, connection, detach
@@ -65,8 +65,8 @@ def status():
 
 
 def counters():
-    """Messages, socket bytes, copied bytes and tensors so far."""
-    return _native.control("counters")
+    """Messages, socket bytes, copied bytes and tensors so far; `tiers`: values by tier, `falls`: why not by a better one."""
+    return dict(_native.control("counters"), tiers=tiers.totals(), falls=tiers.falls())
 
 
 def __getattr__(name):

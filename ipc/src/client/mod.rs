@@ -7,6 +7,7 @@ mod import;
 mod lease;
 mod link;
 mod tend;
+mod ticket;
 mod transfer;
 mod wake;
 
