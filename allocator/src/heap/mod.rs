@@ -10,6 +10,7 @@ mod error;
 mod grow;
 mod index;
 mod local;
+mod lock;
 mod miss;
 mod places;
 mod source;
@@ -39,6 +40,7 @@ use crate::window::{Chunk, Window};
 use block::Info;
 use capture::Pools;
 use index::Index;
+use lock::Lock;
 use places::Place;
 use streams::Streams;
 
@@ -84,7 +86,7 @@ pub struct Heap {
     captures: AtomicUsize,
     /// One growth at a time; nothing that gives memory back takes it.
     growing: Mutex<()>,
-    inner: Mutex<Inner>,
+    inner: Lock<Inner>,
 }
 
 #[derive(Debug)]
@@ -144,7 +146,7 @@ impl Heap {
             limit: AtomicU64::new(u64::MAX),
             captures: AtomicUsize::new(0),
             growing: Mutex::new(()),
-            inner: Mutex::new(inner),
+            inner: Lock::new(inner),
         }
     }
 
