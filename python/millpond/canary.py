@@ -21,6 +21,9 @@ LARGE = (2 << 20) + 4097
 #: How long a first GPU value waits for the other side to prove the tier; until it answers, values go by host memory.
 GPU_PATIENCE = 2.0
 _PERIOD = 251
+#: The worker's own large probe is written and compared every so many bytes, and at its end: its pages are new, and the kernel
+#: takes longer to clear them all than the rest of the canary takes.
+_STRIDE = 1 << 16
 _FOREIGN = 4096
 
 _memcmp = ctypes.CDLL(None).memcmp
@@ -53,6 +56,18 @@ def _fill(address, nbytes, seed):
         done *= 2
 
 
+def _write(side, address, nbytes, seed):
+    for at, part in _parts(side, nbytes):
+        _fill(address + at, part, seed)
+
+
+def _parts(side, nbytes):
+    """What of a block is written: (first byte, bytes), the pattern anew in each."""
+    if side == "parent" or nbytes < LARGE:
+        return [(0, nbytes)]
+    return [(at, min(_PERIOD, nbytes - at)) for at in (*range(0, nbytes - _PERIOD, _STRIDE), nbytes - _PERIOD)]
+
+
 def _first_wrong(address, nbytes, seed, at=0):
     """The first byte that is not the pattern's, of bytes that stand `at` in their block; None if all are."""
     head = pattern(seed)[at % _PERIOD :] + pattern(seed)[: at % _PERIOD]
@@ -79,7 +94,7 @@ def probes(side):
             except errors.OutOfMemory:
                 skipped.append(name)
                 continue
-            _fill(memory.address, nbytes, _seed(side, block))
+            _write(side, memory.address, nbytes, _seed(side, block))
         values[name] = _ref.Ref(blocks[block], first, _dtypes.lookup(dtype), shape, strides, "r")
     nothing = _memory.Memory(0, _native.KIND_BLOCK, 0, 0, -1)
     values["no elements"] = _ref.Ref(nothing, 0, _dtypes.lookup("float32"), (0, 3), None, "r")
@@ -118,8 +133,11 @@ def _check_one(side, name, value):
         return f"it is {value!r} with strides {value.strides}"
     address, size = value._address(), value._row.itemsize
     if strides is None:
-        at = _first_wrong(address, value.nbytes, _seed(side, block), first)
-        return None if at is None else f"byte {at} of {value.nbytes} is not what was sent"
+        for start, part in _parts(side, value.nbytes):
+            at = _first_wrong(address + start, part, _seed(side, block), first)
+            if at is not None:
+                return f"byte {start + at} of {value.nbytes} is not what was sent"
+        return None
     for index in itertools.product(*map(range, shape)):
         at = sum(i * s for i, s in zip(index, strides)) * size
         if _first_wrong(address + at, size, _seed(side, block), first + at) is not None:

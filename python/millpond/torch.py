@@ -104,6 +104,31 @@ def _make_allocator(malloc):
     return torch._C._cuda_customAllocator(library.address_of(malloc), library.address_of("millpond_free"))
 
 
+def install_reducer(expire=3600.0):
+    """From here on `torch.multiprocessing` queues, pipes and process arguments carry tensors in arena memory as offsets: no
+    copy, no descriptor, no ptrace permission. GPU tensors that torch cannot share (cudaMallocAsync, expandable segments, a
+    replaced allocator) are copied into the arena; everything else goes as torch does it. Processes are started by "spawn" or
+    "forkserver" and join the arena by themselves; a forked one cannot. What is put and never taken is let go after `expire`
+    seconds (None: with this process), at the next put. A tensor can be taken once."""
+    from . import _torch_reducer
+
+    _torch_reducer.install(expire)
+
+
+def uninstall_reducer():
+    """`torch.multiprocessing` does everything itself again."""
+    from . import _torch_reducer
+
+    _torch_reducer.uninstall()
+
+
+def reducer_counts():
+    """{"tickets": tensors that went as offsets, "redeemed": that came, "torch": that torch carried}, in this process."""
+    from . import _torch_reducer
+
+    return _torch_reducer.counts()
+
+
 def _check_session():
     devices = _session.info().get("devices", ())
     if torch.version.cuda is None:
