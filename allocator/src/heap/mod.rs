@@ -309,6 +309,7 @@ impl Heap {
             if inner.streams.any_wanted() && !inner.streams.context_pending() {
                 inner.streams.record_context();
             }
+            inner.live.largest_free = u64::from(inner.tlsf.largest_free()) * GRANULE;
             self.publish(&inner);
             inner.trim_wanted
         };
