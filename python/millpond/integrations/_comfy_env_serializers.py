@@ -39,6 +39,9 @@ def serialize(value, recurse):
     """For `register_serializer`: a ticket; where the arena cannot take it, its bytes by comfy-env's own shared memory."""
     from millpond.integrations import _codec
 
+    parent = sys.modules.get("comfy_env.isolation.workers._ipc_parent")
+    if parent is not None and getattr(value, "is_cuda", False) and parent._is_gpu_demoted():
+        value = value.cpu()  # comfy-env's own canary, which goes this way too, has failed for this worker's GPU
     fields = _codec.encode(value)
     if fields is not None:
         return fields
