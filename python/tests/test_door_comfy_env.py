@@ -122,27 +122,32 @@ def test_a_parameter_and_a_gradient_flag(worker):
     assert back.requires_grad
 
 
-def other_python():
-    """A Python 3.9 with numpy, which comfy-env's worker needs: MILLPOND_TEST_PYTHON39, else what there is."""
-    for python in (os.environ.get("MILLPOND_TEST_PYTHON39"), python39()):
+def other_pythons():
+    """Other Pythons with numpy, which comfy-env's worker needs: MILLPOND_TEST_PYTHONS (paths with : between), else what there
+    is. Those with a torch are another torch's test too."""
+    named = os.environ.get("MILLPOND_TEST_PYTHONS", "")
+    for python in [*filter(None, named.split(os.pathsep)), *([] if named else [python39()])]:
         if python and subprocess.run([python, "-c", "import numpy"], stderr=subprocess.DEVNULL).returncode == 0:
-            return python
-    return None
+            yield python
 
 
-def test_a_worker_of_another_python_without_torch(arena, folder):
+@pytest.mark.parametrize("python", other_pythons())
+def test_a_worker_of_another_python_and_torch(arena, folder, python):
     from comfy_env.isolation.workers import SubprocessWorker
 
-    python = other_python()
-    if python is None:
-        pytest.skip("no Python 3.9 with numpy here: set MILLPOND_TEST_PYTHON39")
-    worker = SubprocessWorker(python, working_dir=folder, name="py39")
+    worker = SubprocessWorker(python, working_dir=folder, name="other")
     try:
         facts = worker.call_module("packmod", "facts", timeout=60)
-        assert facts["attached"] and facts["version"] == [3, 9] and not facts["torch"]
+        assert facts["attached"] and facts["version"] != list(sys.version_info[:2])
         array = np.arange(1000, dtype="float32")
         back = worker.call_module("packmod", "echo", timeout=60, value=array)
         assert (back == array).all()
+        if worker.call_module("packmod", "facts", timeout=60)["torch"]:  # another torch than ours
+            assert worker.verify_transport()
+            for dtype in (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.complex64, torch.bool):
+                tensor = torch.ones(5, 7).to(dtype).t()
+                back = worker.call_module("packmod", "echo", timeout=60, value=tensor)
+                assert back.dtype == dtype and torch.equal(back.to(torch.complex64), tensor.to(torch.complex64))
     finally:
         worker.shutdown()
 
