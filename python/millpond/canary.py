@@ -199,6 +199,23 @@ def _who(channel):
     return f"worker {channel.peer.name!r} (pid {channel.peer.pid})"
 
 
+def make_ticket():
+    """The parent's probes for processes that have no channel to it: a ticket for many."""
+    from . import _tickets
+
+    return _tickets.ticket(probes("parent"), many=True)
+
+
+def check_ticket(text):
+    """The other end of `make_ticket`: `Refused` if what comes is not what was sent."""
+    from . import _tickets
+
+    wrong = check("parent", _tickets.redeem(text))
+    if wrong:
+        reason = "; ".join(f"{name}: {why}" for name, why in wrong.items())
+        raise errors.Refused(f"this process cannot use the arena: its canary failed: {reason}")
+
+
 class Prover:
     """Proves the GPU tier of one connection, at its first GPU value."""
 
