@@ -5,6 +5,8 @@
 //! giving back whole free chunks and growing again, and, last, the same once this stream has run dry. Every step starts from
 //! the lock anew, and none waits for the owner with it held.
 
+use std::time::{Duration, Instant};
+
 use crate::driver::{Addr, Capture};
 use crate::tlsf::{Allocation, GRANULE};
 use crate::window::Chunk;
