@@ -8,4 +8,5 @@ pub mod doctor;
 pub mod ledger;
 pub mod observer;
 pub mod owner;
+pub mod stress;
 pub mod wire;

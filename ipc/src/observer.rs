@@ -86,6 +86,11 @@ impl Observer {
         Ledger::read(&self.control, now.tv_sec.unsigned_abs() * 1_000 + now.tv_nsec.unsigned_abs() / 1_000_000)
     }
 
+    /// The control memory.
+    pub(crate) const fn control(&self) -> &Control {
+        &self.control
+    }
+
     /// Whether the owner still runs.
     #[must_use]
     pub fn is_alive(&self) -> bool {

@@ -154,7 +154,7 @@ impl Channel {
             socket,
             peer,
             office,
-            reader: Mutex::default(),
+            reader: Mutex::new(FrameReader::exact()),
             sending: Mutex::new(()),
             broken: AtomicBool::new(false),
             ended: AtomicBool::new(false),

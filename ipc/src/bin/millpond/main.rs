@@ -9,6 +9,7 @@ mod log;
 mod ready;
 mod serve;
 mod signals;
+mod stress;
 
 use std::process::ExitCode;
 
@@ -39,6 +40,10 @@ enum Command {
     Ledger(ledger::Args),
     Doctor(doctor::Args),
     Demo(demo::Args),
+    Stress(stress::Args),
+    /// One worker of a stress run.
+    #[command(hide = true)]
+    StressWorker,
 }
 
 fn main() -> ExitCode {
@@ -55,5 +60,7 @@ fn main() -> ExitCode {
         Command::Ledger(args) => ledger::run(&args),
         Command::Doctor(args) => doctor::run(&args),
         Command::Demo(args) => demo::run(&args),
+        Command::Stress(args) => stress::run(&args),
+        Command::StressWorker => millpond_ipc::stress::worker(),
     }
 }
