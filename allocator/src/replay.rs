@@ -376,7 +376,9 @@ mod tests {
 
     #[test]
     fn other_text_is_refused_with_its_line() {
-        for (text, line) in [("", 1), ("a,b\n", 1), (&format!("{HEADER}\n0,0,grow,0x1,1,0\n"), 2), (&format!("{HEADER}\n\n0,0,free,zz,1,0\n"), 3)] {
+        for (text, line) in
+            [("", 1), ("a,b\n", 1), (&format!("{HEADER}\n0,0,grow,0x1,1,0\n"), 2), (&format!("{HEADER}\n\n0,0,free,zz,1,0\n"), 3)]
+        {
             match parse(text) {
                 Err(ReplayError::Parse { line: at, .. }) => assert_eq!(at, line, "{text}"),
                 other => panic!("{text}: {other:?}"),

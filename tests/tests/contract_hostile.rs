@@ -73,7 +73,10 @@ fn tampered(a: &Arc<Client>, b: &Arc<Client>, addr: u64, change: impl FnOnce(&mu
 type Change = Box<dyn FnOnce(&mut Value)>;
 
 fn set(field: &'static str, value: Value) -> (String, Change) {
-    (format!("{field} = {}", value.to_string().chars().take(60).collect::<String>()), Box::new(move |frame| frame["tensors"][0][field] = value))
+    (
+        format!("{field} = {}", value.to_string().chars().take(60).collect::<String>()),
+        Box::new(move |frame| frame["tensors"][0][field] = value),
+    )
 }
 
 #[test]
@@ -156,14 +159,20 @@ fn a_message_that_is_none_is_refused() {
         ("no tree", Box::new(|frame| drop(frame.as_object_mut().unwrap().remove("tree")))),
         ("tensors are no list", Box::new(|frame| frame["tensors"] = json!({}))),
         ("signals are no pairs", Box::new(|frame| frame["ready"] = json!([[1, 2, 3]]))),
-        ("a signal of no timeline", Box::new(|frame| {
-            frame["ready"] = json!([[u32::MAX, 1]]);
-            frame["tensors"][0]["r"] = json!([0]);
-        })),
-        ("one hold a hundred thousand times", Box::new(|frame| {
-            let one = frame["tensors"][0].clone();
-            frame["tensors"] = Value::Array(vec![one; 100_000]);
-        })),
+        (
+            "a signal of no timeline",
+            Box::new(|frame| {
+                frame["ready"] = json!([[u32::MAX, 1]]);
+                frame["tensors"][0]["r"] = json!([0]);
+            }),
+        ),
+        (
+            "one hold a hundred thousand times",
+            Box::new(|frame| {
+                let one = frame["tensors"][0].clone();
+                frame["tensors"] = Value::Array(vec![one; 100_000]);
+            }),
+        ),
     ];
     for (what, change) in changes {
         match tampered(&a, &b, addr, change) {

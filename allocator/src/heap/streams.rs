@@ -220,10 +220,7 @@ impl Streams {
     pub(super) fn due(&self, stream: u32) -> bool {
         self.states.len() > 2
             && self.captures == 0
-            && self
-                .states
-                .get(stream as usize)
-                .is_some_and(|s| s.wanted || s.frees >= FREES_PER_EVENT || s.bytes >= BYTES_PER_EVENT)
+            && self.states.get(stream as usize).is_some_and(|s| s.wanted || s.frees >= FREES_PER_EVENT || s.bytes >= BYTES_PER_EVENT)
     }
 
     /// Records the stream. Only inside a call that was handed `raw`. Does nothing while it captures.

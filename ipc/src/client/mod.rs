@@ -3,6 +3,7 @@
 mod channel;
 mod device;
 mod error;
+mod fault;
 mod import;
 mod lease;
 mod link;
@@ -359,7 +360,9 @@ impl Client {
         // The owner's own time-out comes first and says more.
         let (answer, fds) = self.shared.link.call(request, timeout.saturating_add(Duration::from_secs(2)))?;
         match (answer, fds.into_iter().next()) {
-            (Answer::Channel { peer }, Some(socket)) if (peer.client as usize) < MAX_CLIENTS => Ok(Channel::new(socket, peer, self.office.clone())),
+            (Answer::Channel { peer }, Some(socket)) if (peer.client as usize) < MAX_CLIENTS => {
+                Ok(Channel::new(socket, peer, self.office.clone()))
+            }
             (answer, _) => Err(Error::unexpected(&answer)),
         }
     }

@@ -12,6 +12,7 @@ use serde_json::value::RawValue;
 use super::channel::{Channel, Descriptor, Frame, Kind, NOWHERE};
 use super::device::{Device, Opened, Range};
 use super::error::Error;
+use super::fault::{self, Fault};
 use super::import::{Claimed, Import};
 use super::lease::{cancel, forward, HoldRef};
 use super::link::LONGEST;
@@ -344,6 +345,9 @@ impl Client {
         let mut tensors = Vec::with_capacity(frame.tensors.len());
         if let Err(error) = self.take_up(&frame, options, channel.peer(), &mut tensors) {
             tensors.iter().for_each(|tensor| drop(self.release(tensor.import)));
+            if matches!(error, Error::Protocol(_) | Error::Stale(_)) {
+                channel.distrust();
+            }
             // Those that were taken up are left alone by this.
             frame.tensors.iter().for_each(|descriptor| self.imports.decline(descriptor.hold()));
             return Err(error);
@@ -407,11 +411,10 @@ impl Client {
             let (timeline, value) = frame.ready.get(*number as usize).copied().ok_or_else(|| {
                 Error::Protocol(format!("{} sent a value that names signal {number} of {}", sender.name, frame.ready.len()))
             })?;
-            let word = self
-                .shared
-                .control
-                .timeline(timeline)
-                .ok_or_else(|| Error::Protocol(format!("{} sent a signal of timeline {timeline}, which does not exist", sender.name)))?;
+            let word =
+                self.shared.control.timeline(timeline).ok_or_else(|| {
+                    Error::Protocol(format!("{} sent a signal of timeline {timeline}, which does not exist", sender.name))
+                })?;
             // A sender that died long ago: what its timelines say now may be another client's.
             let slot = timeline / TIMELINES_PER_CLIENT as u32;
             let row = self.shared.control.client(slot).and_then(|cell| cell.read());
@@ -447,16 +450,15 @@ impl Client {
         // On every import: the same block may have been sent again with new contents.
         let on_cpu = wait || stream.is_none() || self.host_waits;
         let until = deadline(timeout);
-        for signal in &import.ready {
+        for signal in import.ready.iter().filter(|_| !fault::is(Fault::SkipReadyWait)) {
             match stream {
                 Some(stream) if !on_cpu => match opened.timelines.wait(stream, *signal) {
                     Err(TimelineError::Dead(_)) => return Err(died(&import)),
                     result => result?,
                 },
-                _ => {
-                    self.await_until(*signal, until)
-                        .map_err(|error| if matches!(error, Error::PeerDied(_)) { died(&import) } else { error })?
-                }
+                _ => self
+                    .await_until(*signal, until)
+                    .map_err(|error| if matches!(error, Error::PeerDied(_)) { died(&import) } else { error })?,
             }
         }
         let id = stream.map(|stream| opened.driver.stream_id(stream)).transpose()?;

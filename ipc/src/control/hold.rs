@@ -112,15 +112,7 @@ impl Hold {
     #[doc(hidden)]
     #[must_use]
     pub fn zeroed(word: impl Fn() -> AtomicU64) -> Self {
-        Self {
-            word: word(),
-            lease: word(),
-            window: word(),
-            offset: word(),
-            bytes: word(),
-            done_timeline: word(),
-            done_value: word(),
-        }
+        Self { word: word(), lease: word(), window: word(), offset: word(), bytes: word(), done_timeline: word(), done_value: word() }
     }
 
     /// The word as it is now.

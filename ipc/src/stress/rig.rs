@@ -72,7 +72,9 @@ impl Rig {
     /// Holds a stream up: what is queued on it from here on waits.
     pub(super) fn gate(&mut self, stream: Stream) -> Result<Gate, DriverError> {
         self.next = (self.next + 1) % GATES;
-        let Some(word) = self.gates.get(self.next) else { return Err(DriverError::Call { call: "gate", result: millpond_allocator::driver::CuResult::INVALID_VALUE }) };
+        let Some(word) = self.gates.get(self.next) else {
+            return Err(DriverError::Call { call: "gate", result: millpond_allocator::driver::CuResult::INVALID_VALUE });
+        };
         word.store(0, Ordering::Release);
         let gate = Gate(word);
         self.driver.wait_value(stream, self.base + 8 * self.next as u64, 1)?;

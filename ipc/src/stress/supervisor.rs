@@ -398,7 +398,8 @@ impl Supervisor<'_> {
             if Instant::now() > until {
                 self.report.leaked_bytes += reserved;
                 self.report.leaked_fds += more as u64;
-                self.report.finding(format!("nobody is left, {reserved} bytes are reserved, the owner has {more} descriptors more than before"));
+                self.report
+                    .finding(format!("nobody is left, {reserved} bytes are reserved, the owner has {more} descriptors more than before"));
                 return Ok(());
             }
             std::thread::sleep(Duration::from_millis(10));

@@ -86,7 +86,9 @@ fn start() -> Result<(), String> {
     let options = Options::new(var("MILLPOND_SOCKET")?.into(), var("MILLPOND_KEY")?, format!("w{me}"));
     let text = |error: Error| format!("{} {error}", error.code());
     let client = Client::attach(&options).map_err(text)?;
-    let gpu = client.grants().find_map(|grant| grant.device.parse().ok().filter(|id: &millpond_allocator::driver::DeviceId| id.host_number().is_none()));
+    let gpu = client
+        .grants()
+        .find_map(|grant| grant.device.parse().ok().filter(|id: &millpond_allocator::driver::DeviceId| id.host_number().is_none()));
     let place = gpu.map_or(Place::Host, Place::Device);
     let rig = Rig::new(client.driver(place).map_err(text)?).map_err(|error| error.to_string())?;
     let welcome = client.welcome();
@@ -97,8 +99,21 @@ fn start() -> Result<(), String> {
     let draining = Arc::new(AtomicBool::new(false));
     connect_to_others(&client, &peers, me as usize, &draining);
     let stdin = watch_stdin(&draining);
-    let mut worker =
-        Worker { client, rig, peers, me: me as usize, dice, ops: 0, transfers: 0, die_at, said: Instant::now(), place, draining: false, quiet: Instant::now(), idle: false };
+    let mut worker = Worker {
+        client,
+        rig,
+        peers,
+        me: me as usize,
+        dice,
+        ops: 0,
+        transfers: 0,
+        die_at,
+        said: Instant::now(),
+        place,
+        draining: false,
+        quiet: Instant::now(),
+        idle: false,
+    };
     while !draining.load(Ordering::Acquire) {
         worker.turn().map_err(text)?;
     }
@@ -138,11 +153,6 @@ fn connect_to_others(client: &Arc<Client>, peers: &Peers, me: usize, draining: &
     }
 }
 
-/// Errors that are the death of a peer, seen from here.
-fn is_death(error: &Error) -> bool {
-    matches!(error, Error::Closed(_) | Error::PeerDied(_))
-}
-
 impl Worker {
     /// One operation; the one at which this worker dies is any of them.
     fn op(&mut self) {
@@ -180,11 +190,26 @@ impl Worker {
 
     fn turn(&mut self) -> Result<(), Error> {
         let received = self.receive_all()?;
+        if self.dice.below(200) == 0 {
+            self.give_back()?;
+        }
         if self.client.leases() < LENT && (received == 0 || self.dice.percent(60)) {
             self.make()?;
         } else if received == 0 {
             std::thread::sleep(Duration::from_micros(200));
         }
+        Ok(())
+    }
+
+    /// Gives memory back, if others let go of it soon: what is had next lies at the same addresses, under new epochs.
+    fn give_back(&mut self) -> Result<(), Error> {
+        let until = Instant::now() + Duration::from_millis(50);
+        while self.client.leases() > 0 && Instant::now() < until {
+            self.receive_all()?;
+            std::thread::sleep(Duration::from_micros(200));
+        }
+        self.client.heap(self.place)?.trim(u64::MAX);
+        self.op();
         Ok(())
     }
 
@@ -257,7 +282,10 @@ impl Worker {
     fn send(&mut self, peer: usize, channel: &Channel, label: Label, tensor: Outgoing) -> Result<(), Error> {
         match self.client.send(channel, self.label(label)?, &[tensor], Some(BOUND)) {
             Ok(_) => {}
-            Err(error) if is_death(&error) => self.forget(peer),
+            // The channel's other end.
+            Err(Error::Closed(_)) => self.forget(peer),
+            // The value's producer: it is not passed on.
+            Err(Error::PeerDied(_)) => {}
             Err(error) => return Err(error),
         }
         self.op();
@@ -280,7 +308,7 @@ impl Worker {
                 Ok(()) => received += 1,
                 // The value's producer; its sender may be well.
                 Err(Error::PeerDied(_)) => {}
-                Err(error) if is_death(&error) => self.forget(peer),
+                Err(Error::Closed(_)) => self.forget(peer),
                 Err(error) => return Err(error),
             }
         }

@@ -239,7 +239,11 @@ impl Worker {
                 let (channel, byte, bytes): (usize, u8, usize) = (words.value()?, words.value()?, words.value()?);
                 let source = vec![byte; bytes];
                 let addr = source.as_ptr() as u64;
-                self.send(channel, &[Outgoing { addr, bytes: bytes as u64, place: host, stream: None, import: None, read_only: false }], 5_000)
+                self.send(
+                    channel,
+                    &[Outgoing { addr, bytes: bytes as u64, place: host, stream: None, import: None, read_only: false }],
+                    5_000,
+                )
             }
             "forward" => {
                 let channel = words.value()?;
@@ -270,8 +274,7 @@ impl Worker {
                 let stream = self.maybe_stream(words)?;
                 let ms = words.or(10_000)?;
                 let import = self.import(number)?;
-                let addr =
-                    self.client.open_import(import.import, stream, false, Some(Duration::from_millis(ms))).map_err(failed)?;
+                let addr = self.client.open_import(import.import, stream, false, Some(Duration::from_millis(ms))).map_err(failed)?;
                 if let Some(import) = self.imports.get_mut(number) {
                     import.addr = addr;
                 }
