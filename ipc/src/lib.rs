@@ -13,4 +13,5 @@ pub mod nvml;
 pub mod observer;
 pub mod owner;
 pub mod picture;
+pub mod stress;
 pub mod wire;

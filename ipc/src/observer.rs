@@ -114,6 +114,11 @@ impl Observer {
         }
     }
 
+    /// The control memory.
+    pub(crate) const fn control(&self) -> &Control {
+        &self.control
+    }
+
     /// Whether the owner still runs.
     #[must_use]
     pub fn is_alive(&self) -> bool {

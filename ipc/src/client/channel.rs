@@ -13,7 +13,7 @@ use serde_json::value::RawValue;
 
 use super::error::Error;
 use super::lease::HoldRef;
-use crate::control::{Control, HoldState, MAX_CLIENTS};
+use crate::control::{ClientRow, ClientState, Control, HoldState, MAX_CLIENTS};
 use crate::wire::{send_frame, FrameError, FrameReader, Peer};
 
 /// A tensor on the wire.
@@ -90,9 +90,10 @@ impl Office {
 
     /// A channel has ended: what came on it and was not received never will be.
     ///
-    /// Its frames that are still whole are read, so that their holds end. Behind a break nothing can be read; if there is no
-    /// other channel to that peer, whatever else is on its way from it can only have been on this one.
-    fn ended(&self, peer: &Peer, unread: Vec<Frame>) {
+    /// Its frames that are still whole are read, so that their holds end. What a living sender had not sent whole it takes back
+    /// itself. What a dead one had not, and what one sent that does not keep to the wire, is ended here, if there is no other
+    /// channel to that peer.
+    fn ended(&self, peer: &Peer, unread: Vec<Frame>, broken: bool) {
         for hold in unread.iter().flat_map(|frame| &frame.tensors).map(Descriptor::hold) {
             if let Some(record) = self.control.hold(hold.producer, hold.index) {
                 record.decline(hold.generation, self.me as u8);
@@ -109,11 +110,19 @@ impl Office {
             left == 0
         };
         // Its slot may be another's by now: then what comes from there has nothing to do with this.
-        let current = self.control.client(peer.client).and_then(|cell| cell.read()).is_some_and(|row| row.serial == peer.serial);
-        if last && current {
+        let row = self.control.client(peer.client).and_then(|cell| cell.read()).filter(|row| row.serial == peer.serial);
+        let dead = |row: ClientRow| matches!(ClientState::from_word(row.state), ClientState::Gone | ClientState::Orphaned);
+        if last && row.is_some_and(|row| broken || dead(row)) {
             self.drop_unread(peer.client);
         }
         self.control.changes().fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// A client is dead: what it had begun to send and nobody will finish ends, unless a channel is still to be read.
+    pub(super) fn died(&self, peer: &Peer) {
+        if !self.open.lock().contains_key(&peer.serial) {
+            self.drop_unread(peer.client);
+        }
     }
 
     /// Ends every hold that a sender made for this client and that was not taken up.
@@ -143,6 +152,8 @@ pub struct Channel {
     sending: Mutex<()>,
     broken: AtomicBool,
     ended: AtomicBool,
+    /// The peer sent something that does not keep to the wire.
+    wrong: AtomicBool,
     sent: AtomicU64,
     received: AtomicU64,
 }
@@ -154,10 +165,11 @@ impl Channel {
             socket,
             peer,
             office,
-            reader: Mutex::default(),
+            reader: Mutex::new(FrameReader::exact()),
             sending: Mutex::new(()),
             broken: AtomicBool::new(false),
             ended: AtomicBool::new(false),
+            wrong: AtomicBool::new(false),
             sent: AtomicU64::new(0),
             received: AtomicU64::new(0),
         }
@@ -208,7 +220,12 @@ impl Channel {
                 _ => break,
             }
         }
-        self.office.ended(&self.peer, unread);
+        self.office.ended(&self.peer, unread, self.wrong.load(Ordering::Acquire));
+    }
+
+    /// Notes that the peer sent something that does not keep to the wire.
+    pub(super) fn distrust(&self) {
+        self.wrong.store(true, Ordering::Release);
     }
 
     fn closed(&self) -> Error {
@@ -265,6 +282,9 @@ impl Channel {
             Err(FrameError::Closed(_)) => self.closed(),
             Err(error) => error.into(),
         };
+        if matches!(error, Error::Protocol(_)) {
+            self.distrust();
+        }
         self.broken.store(true, Ordering::Release);
         let _ = shutdown(&self.socket, Shutdown::Both);
         self.end(&mut reader);

@@ -9,6 +9,7 @@ use millpond_allocator::timeline::Reached;
 use parking_lot::Mutex;
 
 use super::error::Error;
+use super::fault::{self, Fault};
 use crate::control::{Claim, Control, Hold, HoldState, HoldWord, Look, HOLDS_PER_CLIENT};
 
 /// The producer's own holds are in the lower half of its table; those that others make when they forward are in the upper.
@@ -136,6 +137,9 @@ impl Leases {
     }
 
     fn over(&self, (index, word): (u32, HoldWord)) -> bool {
+        if fault::is(Fault::LostHold) && word.state() == HoldState::InFlight {
+            return true;
+        }
         word.state() == HoldState::Done && self.control.hold(self.me, index).is_some_and(|hold| done_reached(&self.control, hold))
     }
 

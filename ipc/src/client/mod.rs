@@ -3,6 +3,7 @@
 mod channel;
 mod device;
 mod error;
+mod fault;
 mod import;
 mod lease;
 mod link;

@@ -142,6 +142,7 @@ impl Client {
 
     fn peer_died(&self, peer: &Peer) {
         self.imports.died(peer.client);
+        self.office.died(peer);
         self.pidfds.lock().remove(&peer.serial);
         let mut gone = Vec::new();
         self.windows.lock().retain(|window, (_, owner)| {

@@ -12,6 +12,7 @@ use serde_json::value::RawValue;
 use super::channel::{Channel, Descriptor, Frame, Kind, NOWHERE};
 use super::device::{Device, Opened, Range};
 use super::error::Error;
+use super::fault::{self, Fault};
 use super::import::{Claimed, Import};
 use super::lease::{cancel, forward, HoldRef};
 use super::link::LONGEST;
@@ -360,7 +361,11 @@ impl Client {
     pub fn receive(&self, channel: &Channel, options: &ReceiveOptions<'_>) -> Result<Message, Error> {
         self.check_alive()?;
         let frame = channel.receive(options.timeout)?;
-        self.taken_up(frame, options, channel.peer())
+        let result = self.taken_up(frame, options, channel.peer());
+        if matches!(result, Err(Error::Protocol(_) | Error::Stale(_))) {
+            channel.distrust();
+        }
+        result
     }
 
     /// The message that a frame is; where one of its values is refused, all are let go.
@@ -470,7 +475,7 @@ impl Client {
         // On every import: the same block may have been sent again with new contents.
         let on_cpu = wait || stream.is_none() || self.host_waits;
         let until = deadline(timeout);
-        for signal in &import.ready {
+        for signal in import.ready.iter().filter(|_| !fault::is(Fault::SkipReadyWait)) {
             match stream {
                 Some(stream) if !on_cpu => match opened.timelines.wait(stream, *signal) {
                     Err(TimelineError::Dead(_)) => return Err(died(&import)),

@@ -16,6 +16,7 @@ use rustix::process::{pidfd_open, Pid, PidfdFlags};
 use super::link::Link;
 use super::Client;
 use crate::control::{ClientRow, ClientState, MAX_CLIENTS};
+use crate::wire::Peer;
 
 /// The owner is gone, or this client was cut off.
 #[derive(Debug)]
@@ -71,6 +72,9 @@ impl Client {
         self.shared.leases.end_holds_of(slot);
         if first {
             self.imports.died(slot);
+            if let Some(row) = self.shared.control.client(slot).and_then(|cell| cell.read()) {
+                self.office.died(&Peer { client: slot, serial: row.serial, name: String::new(), pid: 0 });
+            }
         }
     }
 

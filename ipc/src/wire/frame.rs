@@ -167,9 +167,17 @@ pub struct FrameReader {
     start: usize,
     fds: VecDeque<OwnedFd>,
     received: u64,
+    exact: bool,
 }
 
 impl FrameReader {
+    /// A reader that takes no byte of the next frame before it is asked for: as long as one waits, the socket is readable, for
+    /// whoever polls it.
+    #[must_use]
+    pub fn exact() -> Self {
+        Self { exact: true, ..Self::default() }
+    }
+
     /// Bytes received so far.
     #[must_use]
     pub fn received(&self) -> u64 {
@@ -183,7 +191,9 @@ impl FrameReader {
     pub fn fill(&mut self, socket: BorrowedFd<'_>) -> Result<bool, FrameError> {
         let used = self.buffer.len();
         let want = match self.missing() {
+            Some(missing) if self.exact => missing.clamp(1, 4 << 20),
             Some(missing) => missing.clamp(16 << 10, 4 << 20),
+            None if self.exact => 4 - (used - self.start).min(3),
             None => 16 << 10,
         };
         if self.start > 0 && self.start == used {

@@ -13,6 +13,7 @@ mod observe;
 mod ready;
 mod serve;
 mod signals;
+mod stress;
 #[cfg(feature = "tui")]
 mod top;
 
@@ -50,6 +51,10 @@ enum Command {
     Metrics(metrics::Args),
     Doctor(doctor::Args),
     Demo(demo::Args),
+    Stress(stress::Args),
+    /// One worker of a stress run.
+    #[command(hide = true)]
+    StressWorker,
 }
 
 fn main() -> ExitCode {
@@ -71,5 +76,7 @@ fn main() -> ExitCode {
         Command::Metrics(args) => metrics::run(&args),
         Command::Doctor(args) => doctor::run(&args),
         Command::Demo(args) => demo::run(&args),
+        Command::Stress(args) => stress::run(&args),
+        Command::StressWorker => millpond_ipc::stress::worker(),
     }
 }

@@ -1,0 +1,84 @@
+//! `millpond stress`: does the contract hold?
+
+use std::process::ExitCode;
+
+use clap::ValueEnum;
+use millpond_ipc::stress::{self, Options};
+
+#[derive(Debug, Clone, Copy, ValueEnum)]
+enum Driver {
+    /// CPU memory.
+    Host,
+    /// The first GPU.
+    Cuda,
+}
+
+/// Workers hand each other patterns, get killed, are replaced: the last line says what went wrong.
+#[derive(Debug, clap::Args)]
+#[command(after_help = "\
+Exit codes: 0 nothing wrong, 1 something (the last line says what), 2 it could not start.
+Example:
+  $ millpond stress --driver host --workers 8 --seconds 30 --kill-every-ops 2000 --json")]
+pub(crate) struct Args {
+    /// Which device.
+    #[arg(long, value_enum, default_value_t = Driver::Host)]
+    driver: Driver,
+    /// Workers at a time, 2 to 32.
+    #[arg(long, default_value_t = 4, value_parser = clap::value_parser!(u32).range(2..=32))]
+    workers: u32,
+    /// How long they work.
+    #[arg(long, default_value_t = 10)]
+    seconds: u64,
+    /// A worker dies after so many of its operations on average; 0: none does.
+    #[arg(long, default_value_t = 2_000)]
+    kill_every_ops: u64,
+    /// Where all numbers are drawn from: what is done, and at which operation who dies.
+    #[arg(long, default_value_t = 1)]
+    seed: u64,
+    /// The last line alone on stdout, as JSON.
+    #[arg(long)]
+    json: bool,
+    /// Break this on purpose: the run must fail.
+    #[cfg(feature = "faults")]
+    #[arg(long, value_parser = ["release-before-done", "skip-ready-wait", "stale-map", "drop-ack", "lost-hold", "ledger-skew"])]
+    fault: Option<String>,
+}
+
+impl Args {
+    #[cfg(feature = "faults")]
+    fn fault(&self) -> Option<String> {
+        self.fault.clone()
+    }
+
+    #[cfg(not(feature = "faults"))]
+    fn fault(&self) -> Option<String> {
+        None
+    }
+}
+
+pub(crate) fn run(args: &Args) -> ExitCode {
+    let options = Options {
+        cuda: matches!(args.driver, Driver::Cuda),
+        workers: args.workers,
+        seconds: args.seconds,
+        kill_every_ops: args.kill_every_ops,
+        seed: args.seed,
+        fault: args.fault(),
+    };
+    let program = std::env::current_exe().map_err(|error| error.to_string());
+    match program.and_then(|program| stress::run(&options, &program)) {
+        Ok(report) => {
+            let text = if args.json { serde_json::to_string(&report) } else { serde_json::to_string_pretty(&report) };
+            println!("{}", text.unwrap_or_default());
+            if report.is_clean() {
+                ExitCode::SUCCESS
+            } else {
+                ExitCode::FAILURE
+            }
+        }
+        Err(error) => {
+            eprintln!("millpond: {error}");
+            ExitCode::from(2)
+        }
+    }
+}

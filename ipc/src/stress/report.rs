@@ -1,0 +1,75 @@
+//! What a run found.
+
+use serde::Serialize;
+
+/// Half and all of some times were no longer than this.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Serialize)]
+pub struct Spread {
+    /// Half of them.
+    pub p50: f64,
+    /// All of them.
+    pub max: f64,
+}
+
+impl Spread {
+    pub(super) fn of(mut times: Vec<f64>) -> Self {
+        times.sort_by(f64::total_cmp);
+        let round = |time: f64| (time * 1000.0).round() / 1000.0;
+        let at = |index: usize| times.get(index).copied().map_or(0.0, round);
+        Self { p50: at(times.len() / 2), max: at(times.len().saturating_sub(1)) }
+    }
+}
+
+/// The last line of a run.
+#[derive(Debug, Clone, Default, Serialize)]
+pub struct Report {
+    /// Steps of workers: an allocation, a send, a receipt, a look at content, a release.
+    pub ops: u64,
+    /// Values that were received.
+    pub transfers: u64,
+    /// Workers that died as they were to.
+    pub kills: u64,
+    /// Values that were not what was sent.
+    pub corruptions: u64,
+    /// Workers, or the dead's memory, that did not come to an end.
+    pub hung: u64,
+    /// Bytes that are reserved, or said to be in use, when nobody uses any.
+    pub leaked_bytes: u64,
+    /// Descriptors that the owner has more than before.
+    pub leaked_fds: u64,
+    /// Errors that the contract does not know.
+    pub unexpected: u64,
+    /// From a process's end until nothing of it is left, its readers' part too, in milliseconds.
+    pub reclaim_ms: Spread,
+    /// From a process's end until those who waited for it are released, in microseconds.
+    pub release_us: Spread,
+    /// The first findings, in words.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub findings: Vec<String>,
+}
+
+impl Report {
+    /// Whether all is as it should be.
+    #[must_use]
+    pub const fn is_clean(&self) -> bool {
+        self.corruptions == 0 && self.hung == 0 && self.leaked_bytes == 0 && self.leaked_fds == 0 && self.unexpected == 0
+    }
+
+    pub(super) fn finding(&mut self, text: String) {
+        eprintln!("stress: {text}");
+        if self.findings.len() < 10 {
+            self.findings.push(text);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_spread_is_of_what_there_is() {
+        assert_eq!(Spread::of(Vec::new()), Spread::default());
+        assert_eq!(Spread::of(vec![3.0, 1.0, 2.0]), Spread { p50: 2.0, max: 3.0 });
+    }
+}

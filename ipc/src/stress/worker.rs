@@ -1,0 +1,436 @@
+//! One worker: allocates, fills, hands on, looks, writes in place, lets go; and dies when its number is up.
+#![allow(unsafe_code)] // ending in ways that no library offers
+
+use std::io::Write;
+use std::os::fd::BorrowedFd;
+use std::process::ExitCode;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use millpond_allocator::driver::Stream;
+use parking_lot::Mutex;
+use rustix::event::{poll, PollFd, PollFlags, Timespec};
+use serde::{Deserialize, Serialize};
+
+use super::rig::{Rig, LARGEST, PATTERNS};
+use super::Dice;
+use crate::client::{Channel, Client, Error, Incoming, Options, Outgoing, Place, ReceiveOptions};
+
+/// Nothing takes longer, unless it hangs.
+const BOUND: Duration = Duration::from_secs(15);
+/// How an ended worker says that it meant to.
+pub(super) const MEANT: i32 = 86;
+/// The most blocks that others may hold before a worker waits with more.
+const LENT: usize = 48;
+
+/// What goes with a value.
+#[derive(Debug, Clone, Copy, Serialize, Deserialize)]
+struct Label {
+    /// Pattern, place in it, bytes.
+    content: (u64, u64, u64),
+    /// Nobody else reads it: it may be written in place.
+    alone: bool,
+    /// How often it was passed on.
+    hops: u32,
+}
+
+type Peers = Arc<Vec<Mutex<Option<Arc<Channel>>>>>;
+
+struct Worker {
+    client: Arc<Client>,
+    rig: Rig,
+    peers: Peers,
+    me: usize,
+    dice: Dice,
+    ops: u64,
+    transfers: u64,
+    die_at: u64,
+    said: Instant,
+    place: Place,
+    /// Nothing new is made or passed on any more: what is on its way comes to its end.
+    draining: bool,
+    /// When something was last received, and whether it was said that all is over.
+    quiet: Instant,
+    idle: bool,
+}
+
+fn say(line: &str) {
+    let mut out = std::io::stdout().lock();
+    // Nobody to say it to: the supervisor is gone, and so should this be.
+    if writeln!(out, "{line}").and_then(|()| out.flush()).is_err() {
+        std::process::exit(1);
+    }
+}
+
+/// Works as the environment says: the body of the hidden subcommand.
+#[must_use]
+pub fn run() -> ExitCode {
+    match start() {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            say(&format!("odd {error}"));
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn number(name: &str) -> Result<u64, String> {
+    std::env::var(name).ok().and_then(|text| text.parse().ok()).ok_or_else(|| format!("{name} is not set: this is for millpond stress"))
+}
+
+fn start() -> Result<(), String> {
+    let (me, workers, life) = (number("MILLPOND_STRESS_ME")?, number("MILLPOND_STRESS_WORKERS")?, number("MILLPOND_STRESS_LIFE")?);
+    let (seed, kill_every) = (number("MILLPOND_STRESS_SEED")?, number("MILLPOND_STRESS_KILL")?);
+    let var = |name: &str| std::env::var(name).map_err(|_| format!("{name} is not set"));
+    let options = Options::new(var("MILLPOND_SOCKET")?.into(), var("MILLPOND_KEY")?, format!("w{me}"));
+    let text = |error: Error| format!("{} {error}", error.code());
+    let client = Client::attach(&options).map_err(text)?;
+    let gpu = client
+        .grants()
+        .find_map(|grant| grant.device.parse().ok().filter(|id: &millpond_allocator::driver::DeviceId| id.host_number().is_none()));
+    let place = gpu.map_or(Place::Host, Place::Device);
+    let rig = Rig::new(client.driver(place).map_err(text)?).map_err(|error| error.to_string())?;
+    let welcome = client.welcome();
+    say(&format!("at {} {}", welcome.client, welcome.serial));
+    let mut dice = Dice::new(seed ^ me.wrapping_mul(0x9e37_79b9) ^ life.wrapping_mul(0x85eb_ca6b_0000));
+    let die_at = if kill_every == 0 { u64::MAX } else { 1 + dice.below(2 * kill_every) };
+    let peers: Peers = Arc::new((0..workers).map(|_| Mutex::new(None)).collect());
+    let draining = Arc::new(AtomicBool::new(false));
+    connect_to_others(&client, &peers, me as usize, &draining);
+    let stdin = watch_stdin(&draining);
+    let mut worker = Worker {
+        client,
+        rig,
+        peers,
+        me: me as usize,
+        dice,
+        ops: 0,
+        transfers: 0,
+        die_at,
+        said: Instant::now(),
+        place,
+        draining: false,
+        quiet: Instant::now(),
+        idle: false,
+    };
+    while !draining.load(Ordering::Acquire) {
+        worker.turn().map_err(text)?;
+    }
+    worker.die_at = u64::MAX;
+    worker.draining = true;
+    while !stdin.is_finished() {
+        worker.drain().map_err(text)?;
+    }
+    worker.client.detach();
+    Ok(())
+}
+
+/// `drain` ends the work; the end of the file ends the worker.
+fn watch_stdin(draining: &Arc<AtomicBool>) -> std::thread::JoinHandle<()> {
+    let draining = draining.clone();
+    std::thread::spawn(move || {
+        let lines = std::io::stdin().lines();
+        lines.map_while(Result::ok).for_each(|_| draining.store(true, Ordering::Release));
+        draining.store(true, Ordering::Release);
+    })
+}
+
+/// One thread for each of the others keeps a channel to whoever has its name.
+fn connect_to_others(client: &Arc<Client>, peers: &Peers, me: usize, draining: &Arc<AtomicBool>) {
+    for other in (0..peers.len()).filter(|other| *other != me) {
+        let (client, peers, draining) = (client.clone(), peers.clone(), draining.clone());
+        std::thread::spawn(move || {
+            while !draining.load(Ordering::Acquire) && client.owner_alive() {
+                let Some(place) = peers.get(other) else { return };
+                if place.lock().is_some() {
+                    std::thread::sleep(Duration::from_millis(5));
+                } else if let Ok(channel) = client.connect(&format!("w{other}"), Duration::from_millis(500)) {
+                    *place.lock() = Some(Arc::new(channel));
+                }
+            }
+        });
+    }
+}
+
+impl Worker {
+    /// One operation; the one at which this worker dies is any of them.
+    fn op(&mut self) {
+        self.ops += 1;
+        if self.ops >= self.die_at {
+            self.die();
+        }
+        if self.said.elapsed() > Duration::from_millis(100) {
+            self.said = Instant::now();
+            say(&format!("p {} {}", self.ops, self.transfers));
+        }
+    }
+
+    fn die(&mut self) -> ! {
+        say(&format!("p {} {}", self.ops, self.transfers));
+        match self.dice.below(4) {
+            0 => {
+                say("stop");
+                // SAFETY: no pointers.
+                unsafe { libc::raise(libc::SIGSTOP) };
+            }
+            // SAFETY: no pointers.
+            1 => unsafe { libc::_exit(MEANT) },
+            // SAFETY: the default action ends the process.
+            2 => unsafe {
+                libc::signal(libc::SIGSEGV, libc::SIG_DFL);
+                libc::raise(libc::SIGSEGV);
+            },
+            _ => {}
+        }
+        // SAFETY: no pointers.
+        unsafe { libc::raise(libc::SIGKILL) };
+        std::process::abort();
+    }
+
+    fn turn(&mut self) -> Result<(), Error> {
+        let received = self.receive_all()?;
+        if self.dice.below(200) == 0 {
+            self.give_back()?;
+        }
+        if self.client.leases() < LENT && (received == 0 || self.dice.percent(60)) {
+            self.make()?;
+        } else if received == 0 {
+            std::thread::sleep(Duration::from_micros(200));
+        }
+        Ok(())
+    }
+
+    /// Gives memory back, if others let go of it soon: what is had next lies at the same addresses, under new epochs.
+    fn give_back(&mut self) -> Result<(), Error> {
+        let until = Instant::now() + Duration::from_millis(50);
+        while self.client.leases() > 0 && Instant::now() < until {
+            self.receive_all()?;
+            std::thread::sleep(Duration::from_micros(200));
+        }
+        self.client.heap(self.place)?.trim(u64::MAX);
+        self.op();
+        Ok(())
+    }
+
+    fn channel(&self, peer: usize) -> Option<Arc<Channel>> {
+        self.peers.get(peer)?.lock().clone()
+    }
+
+    /// A peer other than this worker and `but`.
+    fn somebody(&mut self, but: usize) -> Option<(usize, Arc<Channel>)> {
+        let count = self.peers.len();
+        let first = self.dice.below(count as u64) as usize;
+        let others = (first..first + count).map(|n| n % count).filter(|n| *n != self.me && *n != but);
+        others.into_iter().find_map(|peer| Some((peer, self.channel(peer)?)))
+    }
+
+    fn forget(&self, peer: usize) {
+        if let Some(place) = self.peers.get(peer) {
+            *place.lock() = None;
+        }
+    }
+
+    fn size(&mut self) -> u64 {
+        match self.dice.below(10) {
+            0 => 1 + self.dice.below(LARGEST),
+            1..=4 => 1 + self.dice.below(256 << 10),
+            _ => 1 + self.dice.below(16 << 10),
+        }
+    }
+
+    fn content(&mut self, bytes: u64) -> (u64, u64, u64) {
+        (self.dice.below(PATTERNS), self.dice.below(LARGEST - bytes + 1), bytes)
+    }
+
+    fn label(&self, label: Label) -> Result<Box<serde_json::value::RawValue>, Error> {
+        serde_json::value::to_raw_value(&label).map_err(|error| Error::Internal(error.to_string()))
+    }
+
+    /// Makes a value and sends it to one, or to two; frees it at once.
+    fn make(&mut self) -> Result<(), Error> {
+        let Some((peer, channel)) = self.somebody(self.me) else { return Ok(()) };
+        let second = if self.dice.percent(15) { self.somebody(peer) } else { None };
+        let bytes = self.size();
+        let stream = self.rig.stream(&mut self.dice);
+        let heap = self.client.heap(self.place)?;
+        let addr = match heap.allocate(bytes, stream).map_err(Error::from) {
+            Ok(addr) => addr,
+            // The dead's memory is on its way back.
+            Err(Error::OutOfMemory(_)) => return Ok(()),
+            Err(error) => return Err(error),
+        };
+        self.op();
+        // A slow producer: what was there before is seen by whoever does not wait.
+        let gate = if self.dice.percent(25) { Some(self.rig.gate(stream)?) } else { None };
+        let label = Label { content: self.content(bytes), alone: second.is_none(), hops: 0 };
+        self.rig.fill(addr, label.content, stream)?;
+        self.op();
+        let tensor = Outgoing { addr, bytes, place: self.place, stream: Some(stream), import: None, read_only: false };
+        for (peer, channel) in [Some((peer, channel)), second].into_iter().flatten() {
+            self.send(peer, &channel, label, tensor)?;
+        }
+        heap.free(addr)?;
+        self.op();
+        if let Some(gate) = gate {
+            std::thread::sleep(Duration::from_micros(300));
+            gate.open();
+        }
+        Ok(())
+    }
+
+    fn send(&mut self, peer: usize, channel: &Channel, label: Label, tensor: Outgoing) -> Result<(), Error> {
+        match self.client.send(channel, self.label(label)?, &[tensor], Some(BOUND)) {
+            Ok(_) => {}
+            // The channel's other end.
+            Err(Error::Closed(_)) => self.forget(peer),
+            // The value's producer: it is not passed on.
+            Err(Error::PeerDied(_)) => {}
+            Err(error) => return Err(error),
+        }
+        self.op();
+        Ok(())
+    }
+
+    /// Receives one message of each peer that has sent one.
+    fn receive_all(&mut self) -> Result<u32, Error> {
+        let mut received = 0;
+        let me = self.me;
+        for peer in (0..self.peers.len()).filter(|peer| *peer != me) {
+            let Some(channel) = self.channel(peer) else { continue };
+            // SAFETY: the channel outlives the borrow, and its socket is open as long as it lives.
+            let fd = unsafe { BorrowedFd::borrow_raw(channel.raw_fd()) };
+            let ready = poll(&mut [PollFd::from_borrowed_fd(fd, PollFlags::IN)], Some(&Timespec { tv_sec: 0, tv_nsec: 0 }));
+            if !ready.is_ok_and(|ready| ready > 0) {
+                continue;
+            }
+            match self.receive(&channel, peer) {
+                Ok(()) => received += 1,
+                // The value's producer; its sender may be well.
+                Err(Error::PeerDied(_)) => {}
+                Err(Error::Closed(_)) => self.forget(peer),
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(received)
+    }
+
+    fn receive(&mut self, channel: &Channel, peer: usize) -> Result<(), Error> {
+        let stream = self.rig.stream(&mut self.dice);
+        // On the stream, on the CPU, or only passed on before it is looked at.
+        let way = self.dice.below(3);
+        let options = ReceiveOptions { timeout: Some(BOUND), lazy: way == 2, wait: way == 1, stream: &|_| Some(stream) };
+        let message = self.client.receive(channel, &options)?;
+        self.transfers += 1;
+        let label: Label = serde_json::from_str(message.tree.get()).map_err(|error| Error::Internal(error.to_string()))?;
+        let Some(mut tensor) = message.tensors.first().copied() else { return Err(Error::Internal("a value is missing".to_owned())) };
+        self.op();
+        let used = self.use_value(&mut tensor, label, stream, way, peer);
+        // Those that return early have not let go.
+        if used.is_err() {
+            let _ = self.client.release(tensor.import);
+        }
+        used
+    }
+
+    fn use_value(&mut self, tensor: &mut Incoming, label: Label, stream: Stream, way: u64, peer: usize) -> Result<(), Error> {
+        let mut alone = label.alone;
+        if !self.draining && label.hops < 3 && (way == 2 || self.dice.percent(10)) {
+            if let Some((third, channel)) = self.somebody(peer) {
+                let whole = Outgoing {
+                    addr: tensor.addr,
+                    bytes: tensor.bytes,
+                    place: self.place,
+                    stream: None,
+                    import: Some(tensor.import),
+                    read_only: false,
+                };
+                self.send(third, &channel, Label { alone: false, hops: label.hops + 1, ..label }, whole)?;
+                alone = false;
+            }
+        }
+        if way == 2 {
+            tensor.addr = self.client.open_import(tensor.import, Some(stream), true, Some(BOUND))?;
+            self.op();
+        }
+        if !self.draining && alone && way == 1 && label.hops < 3 && self.dice.percent(40) {
+            return self.rewrite(tensor, label, stream, peer);
+        }
+        if way == 0 {
+            // The stream waits for READY; whether it came is asked afterwards, and only then is it let go of.
+            self.rig.look(tensor.addr, tensor.bytes, stream)?;
+            self.op();
+            let differs = self.rig.compare(label.content, stream)?;
+            self.client.import_ready(tensor.import, Some(BOUND))?;
+            self.judge(differs, label);
+            self.client.release(tensor.import)?;
+            self.op();
+            return Ok(());
+        }
+        // Let go of before the stream has read it: only the DONE keeps the bytes.
+        let gate = if self.dice.percent(40) { Some(self.rig.gate(stream)?) } else { None };
+        self.rig.look(tensor.addr, tensor.bytes, stream)?;
+        self.client.release(tensor.import)?;
+        tensor.import = 0;
+        self.op();
+        if let Some(gate) = gate {
+            std::thread::sleep(Duration::from_micros(500 + self.dice.below(2_000)));
+            gate.open();
+        }
+        let differs = self.rig.compare(label.content, stream)?;
+        self.judge(differs, label);
+        self.op();
+        Ok(())
+    }
+
+    /// Writes another pattern in place and hands it on; this process's DONE is its READY.
+    fn rewrite(&mut self, tensor: &mut Incoming, label: Label, stream: Stream, peer: usize) -> Result<(), Error> {
+        let label = Label { content: self.content(tensor.bytes), hops: label.hops + 1, ..label };
+        self.rig.fill(tensor.addr, label.content, stream)?;
+        self.op();
+        if let Some((third, channel)) = self.somebody(peer) {
+            let whole = Outgoing {
+                addr: tensor.addr,
+                bytes: tensor.bytes,
+                place: self.place,
+                stream: Some(stream),
+                import: Some(tensor.import),
+                read_only: false,
+            };
+            self.send(third, &channel, label, whole)?;
+        }
+        self.client.release(tensor.import)?;
+        tensor.import = 0;
+        self.op();
+        Ok(())
+    }
+
+    fn judge(&self, differs: Option<String>, label: Label) {
+        if let Some(how) = differs {
+            say(&format!("bad pattern {} after {} hops: {how}", label.content.0, label.hops));
+        }
+    }
+
+    /// Receives what is still on its way. Says so when nothing of anybody is held here and nothing of this worker by others.
+    fn drain(&mut self) -> Result<(), Error> {
+        if self.receive_all()? > 0 {
+            self.quiet = Instant::now();
+        }
+        std::thread::sleep(Duration::from_millis(1));
+        if self.idle || self.quiet.elapsed() < Duration::from_millis(300) {
+            return Ok(());
+        }
+        let (leases, imported) = (self.client.leases(), self.client.imported_bytes());
+        if (leases, imported) != (0, 0) {
+            if self.quiet.elapsed() < BOUND {
+                return Ok(());
+            }
+            let me = self.me;
+            say(&format!("stuck {leases} leases of w{me} are held by nobody who would let go, {imported} bytes of others are held by it"));
+        }
+        self.idle = true;
+        say(&format!("p {} {}", self.ops, self.transfers));
+        say("idle");
+        Ok(())
+    }
+}

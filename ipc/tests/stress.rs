@@ -1,0 +1,72 @@
+//! `millpond stress` finds nothing where nothing is wrong, and what is wrong where it is.
+
+use std::process::{Command, Output};
+
+fn stress(args: &[&str]) -> Output {
+    Command::new(env!("CARGO_BIN_EXE_millpond")).args(["stress", "--driver", "host", "--json"]).args(args).output().unwrap()
+}
+
+fn report(output: &Output) -> serde_json::Value {
+    serde_json::from_slice(&output.stdout).unwrap_or_else(|_| panic!("{output:?}"))
+}
+
+#[test]
+fn nothing_is_found_where_workers_die_all_the_time() {
+    let output = stress(&["--workers", "4", "--seconds", "4", "--kill-every-ops", "700", "--seed", "3"]);
+    let report = report(&output);
+    assert!(output.status.success(), "{report}");
+    assert!(report["kills"].as_u64().unwrap() > 3 && report["transfers"].as_u64().unwrap() > 100, "{report}");
+    assert!(report.get("findings").is_none());
+}
+
+/// Each fault is found, and by its name.
+#[cfg(feature = "faults")]
+fn is_found(fault: &str, field: &str, said: &str) {
+    // A fault that needs luck gets several chances.
+    let mut last = serde_json::Value::Null;
+    for seed in ["1", "2", "3"] {
+        let output = stress(&["--workers", "4", "--seconds", "8", "--kill-every-ops", "1500", "--seed", seed, "--fault", fault]);
+        last = report(&output);
+        if output.status.code() == Some(1) && last[field].as_u64().is_some_and(|count| count > 0) {
+            assert!(last["findings"].to_string().contains(said), "{last}");
+            return;
+        }
+    }
+    panic!("{fault}: {last}");
+}
+
+#[cfg(feature = "faults")]
+#[test]
+fn a_release_before_done_is_found() {
+    is_found("release-before-done", "corruptions", "something else than was sent");
+}
+
+#[cfg(feature = "faults")]
+#[test]
+fn a_wait_for_ready_that_is_skipped_is_found() {
+    is_found("skip-ready-wait", "corruptions", "something else than was sent");
+}
+
+#[cfg(feature = "faults")]
+#[test]
+fn a_stale_mapping_is_found() {
+    is_found("stale-map", "corruptions", "something else than was sent");
+}
+
+#[cfg(feature = "faults")]
+#[test]
+fn a_dropped_ack_is_found() {
+    is_found("drop-ack", "hung", "held by nobody who would let go");
+}
+
+#[cfg(feature = "faults")]
+#[test]
+fn a_lost_hold_is_found() {
+    is_found("lost-hold", "corruptions", "something else than was sent");
+}
+
+#[cfg(feature = "faults")]
+#[test]
+fn a_ledger_that_is_off_is_found() {
+    is_found("ledger-skew", "leaked_bytes", "the ledger says");
+}
