@@ -12,10 +12,11 @@ millpond.torch.install()                             # torch's CUDA allocator is
 conn = millpond.connection(); job = conn.recv()
 """
 
-from . import _native, _ref, _session
+from . import _native, _ref, _session, tiers
 from ._calls import cancelled, check_cancelled
 from ._ref import Ref
 from ._session import attach, connection, detach
+from ._tickets import cancel_ticket, redeem, ticket
 from ._types import register
 from .arena import Arena, record_stream, wait_done
 from .channel import Channel, Peer, Sent, wait_any
@@ -65,8 +66,8 @@ def status():
 
 
 def counters():
-    """Messages, socket bytes, copied bytes and tensors so far."""
-    return _native.control("counters")
+    """Messages, socket bytes, copied bytes and tensors so far; `tiers`: values by tier, `falls`: why not by a better one."""
+    return dict(_native.control("counters"), tiers=tiers.totals(), falls=tiers.falls())
 
 
 def __getattr__(name):

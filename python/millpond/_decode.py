@@ -99,6 +99,14 @@ class _Decoder:
             return _ref.empty_value(kind, row, shape, device)
         return _ref.Ref(_memory.Memory(0, _native.KIND_BLOCK, 0, 0, device), 0, row, shape, None, kind)
 
+    def put_back(self, value, device_id):
+        """A GPU value that came by host memory: on a GPU again if this process uses one, else where it is."""
+        torch = _streams.torch_cuda()
+        if torch is None or self.lazy or not isinstance(value, torch.Tensor):
+            return value
+        known = _session.ordinal_of(device_id) if device_id else None
+        return value.to(f"cuda:{torch.cuda.current_device() if known is None else known}")
+
     @staticmethod
     def bytes(kind, memory, offset, nbytes):
         if kind == "b":
@@ -117,6 +125,7 @@ def _scalar(decoder, node):
 _TAGS = {
     "t": _Decoder.tensor,
     "v": _Decoder.tensor,
+    "g": lambda d, node: d.put_back(node[1], node[2]),
     "u": lambda d, node: tuple(node[1]),
     "d": lambda d, node: {key: value for key, value in node[1]},
     "f": lambda d, node: float(node[1]),

@@ -2,7 +2,7 @@
 
 import base64
 
-from . import _dtypes, _memory, errors
+from . import _dtypes, _memory, _ref, _streams, errors
 
 
 class No(Exception):
@@ -60,6 +60,7 @@ def _packed(e, array, nbytes):
 def numpy_scalar(e, value, depth):
     """A numpy scalar: its bytes, in the tree."""
     name = _dtypes.of_numpy(value.dtype)
+    e.out.inline += 1
     return {"$": ["s", name, base64.b64encode(value.tobytes()).decode("ascii")]}
 
 
@@ -90,6 +91,8 @@ def torch_tensor(e, tensor, depth):
     if count == 0:
         node[3] = device_id(device)
         return {"$": node}
+    if device >= 0 and (not e.gpu or not _streams.gpus()):
+        return hosted(e, tensor)
     if not tensor.is_contiguous():
         node[6] = tensor.stride()
         count = _memory.span(shape, node[6])
@@ -109,6 +112,29 @@ def _plain_tensor(torch, tensor):
     return tensor.as_subclass(torch.Tensor)
 
 
+def hosted(e, tensor):
+    """A GPU tensor that goes by host memory: a copy in the host arena, which the other side puts back on a GPU if it uses one."""
+    import torch
+
+    tensor = tensor.detach()
+    copy = _ref.empty(tuple(tensor.shape), tensor.dtype, -1, "t")
+    copy.copy_(tensor)  # returns when the bytes are there
+    nbytes = tensor.numel() * tensor.element_size()
+    e.out.hosted += 1
+    e.out.copied_bytes += nbytes
+    e.out.falls.append((None if _streams.gpus() else "a GPU tensor went through host memory: this arena serves no GPU", nbytes))
+    return {"$": ["g", torch_tensor(e, copy, 0), device_id(tensor.get_device()) if isinstance(tensor, torch.Tensor) else 0]}
+
+
+def hosted_reference(e, ref):
+    """The same for a value that was received and not touched."""
+    import sys
+
+    if "torch" not in sys.modules:
+        raise No("a GPU value whose GPU tier is off, in a process without torch: nothing here can copy it to host memory")
+    return hosted(e, ref.torch())
+
+
 def cuda_array(e, value, depth):
     """What shows GPU memory by `__cuda_array_interface__` (CuPy, Numba): it arrives as a torch tensor."""
     interface = value.__cuda_array_interface__
@@ -124,6 +150,72 @@ def cuda_array(e, value, depth):
     if count == 0:
         node[3] = device_id(device)
         return {"$": node}
+    stream = interface.get("stream")
+    if not e.gpu or not _streams.gpus():
+        torch = _streams.torch_cuda()
+        if torch is None:
+            raise No("a GPU array whose GPU tier is off, in a process without torch: nothing here can copy it to host memory")
+        return hosted(e, torch.as_tensor(value, device=f"cuda:{device}"))
+    if stream:
+        _order_after(e, device, stream)
     e.out.keep.append(value)
     e.range(device, interface["data"][0], count * row.itemsize, node)
+    return {"$": node}
+
+
+def _order_after(e, device, stream):
+    """READY follows the stream that the array's owner named (1: the legacy default, 2: the thread's)."""
+    torch = _streams.torch_cuda()
+    if torch is None:
+        e.streams[device] = 0 if stream == 1 else stream
+        return
+    current = torch.cuda.current_stream(device)
+    if stream > 2 and stream != current.cuda_stream:
+        current.wait_stream(torch.cuda.ExternalStream(stream, device=device))
+    elif stream == 1 and current.cuda_stream:
+        current.wait_stream(torch.cuda.default_stream(device))
+
+
+def dlpack_array(e, value, depth):
+    """What hands itself over by DLPack (JAX, CuPy, TensorFlow): numpy on the CPU, torch on a GPU."""
+    kind, _ = value.__dlpack_device__()
+    if kind in (1, 3):
+        if hasattr(type(value), "__array_interface__"):
+            return host_array(e, value, depth)
+        if not _ref.available("numpy"):
+            raise No(f"a {type(value).__name__} in host memory needs numpy here to be looked at")
+        import numpy as np
+
+        try:
+            array = np.from_dlpack(value)
+        except (AttributeError, BufferError, RuntimeError, TypeError):  # numpy before 1.23, read-only, a type that DLPack lacks
+            array = np.asarray(value)
+            if array.dtype.hasobject:
+                raise No(f"a {type(value).__name__} that numpy cannot look at") from None
+        return numpy_array(e, array, depth)
+    if kind == 2 and _ref.available("torch"):
+        import torch
+
+        return torch_tensor(e, torch.from_dlpack(value), depth)
+    raise No(f"a {type(value).__name__} on DLPack device type {kind}" + (" needs torch here" if kind == 2 else ""))
+
+
+def host_array(e, value, depth):
+    """What shows host memory by `__array_interface__`: it arrives as a numpy array."""
+    if _ref.available("numpy"):
+        import numpy as np
+
+        return numpy_array(e, np.asarray(value), depth)
+    interface = value.__array_interface__
+    row = _dtypes.lookup(_dtypes.of_typestr(interface["typestr"]))
+    shape, strides = list(interface["shape"]), interface.get("strides")
+    node = ["t", "n", -1, 0, row.name, shape, 0]
+    if strides is not None:
+        if any(s < 0 or s % row.itemsize for s in strides):
+            raise No("an array with negative or odd strides, and no numpy here to make it contiguous")
+        strides = node[6] = [s // row.itemsize for s in strides]
+    count = _memory.span(shape, strides)
+    if count:
+        e.out.keep.append(value)
+        e.range(-1, interface["data"][0], count * row.itemsize, node)
     return {"$": node}

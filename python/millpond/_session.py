@@ -66,13 +66,16 @@ def info():
 def connection(timeout=30.0):
     """A worker's channel to its parent; the same one at every call."""
     global _connection
+    from . import canary
     from .channel import Channel
 
     info()
     with _lock:
         if _connection is None or _connection.closed:
             answer = _native.in_slices(lambda ms: _native.control("connect", peer="parent", timeout_ms=ms), timeout)
-            _connection = Channel(answer["channel"], answer.get("peer", {}))
+            channel = Channel(answer["channel"], answer.get("peer", {}))
+            canary.greet(channel, "worker", timeout)
+            _connection = channel
         return _connection
 
 

@@ -6,6 +6,7 @@ with a tag (a user's dict with that key is written as pairs):
     ["t", kind, range, offset, dtype, shape, strides]   a value that is the only one of its range
     ["v", ...the same]                                  one of several values that share a range
     ["u", [items]]        tuple                         ["d", [[key, value], ...]]  dict with other keys than strings
+    ["g", value, device]  a GPU value that came by host memory; device: its GPU's id
     ["f", "nan"]          float that JSON lacks         ["i", "0x..."]              integer over 64 bits
     ["c", re, im]         complex                       ["s", dtype, base64]        numpy scalar
     ["b"|"a"|"m", base64] bytes, bytearray, memoryview  ["o", name, version, fields]  registered type
@@ -38,7 +39,7 @@ class _Deep(Exception):
 class Encoded:
     """What `_native.send` needs, and what must live until it has returned."""
 
-    __slots__ = ("text", "tensors", "keep", "copies", "copied_bytes")
+    __slots__ = ("text", "tensors", "keep", "copies", "copied_bytes", "hosted", "inline", "gpu", "falls")
 
     def __init__(self):
         self.text = b""
@@ -46,12 +47,19 @@ class Encoded:
         self.keep = []
         self.copies = 0
         self.copied_bytes = 0
+        self.hosted = 0  # GPU values that go by host memory
+        self.inline = 0
+        self.gpu = False  # whether there are values in GPU memory
+        self.falls = []  # (reason, or None for the connection's; bytes)
 
 
 class _Encoder:
-    __slots__ = ("leaves", "imports", "tensors", "out")
+    __slots__ = ("leaves", "imports", "tensors", "out", "gpu", "streams")
 
-    def __init__(self):
+    def __init__(self, gpu=True):
+        #: Whether GPU values may go by the GPU arena.
+        self.gpu = gpu
+        self.streams = {}  # device -> the stream that READY follows
         self.leaves = []  # (device, first byte, end, position, node)
         self.imports = {}  # handle -> index
         self.tensors = []
@@ -66,7 +74,7 @@ class _Encoder:
         leaves, tensors = self.leaves, self.tensors
         if len(leaves) > 1:
             leaves.sort(key=_by_place)
-        streams = {}
+        streams = self.streams
         device = low = high = None
         group = []
         for leaf in leaves:
@@ -102,9 +110,9 @@ def _close(group, low, high, tensors, streams, flags):
             node[0] = "v"
 
 
-def encode(value, header=None, root="out", readonly=False):
-    """Encodes a value. With `header` (JSON-ready) the text is `[header,value]`."""
-    encoder = _Encoder()
+def encode(value, header=None, root="out", readonly=False, gpu=True):
+    """Encodes a value. With `header` (JSON-ready) the text is `[header,value]`. Without `gpu`, GPU values go by host memory."""
+    encoder = _Encoder(gpu)
     try:
         body = _DISPATCH[type(value)](encoder, value, 0)
     except (No, _Deep, errors.Unsupported, RecursionError) as e:
@@ -118,6 +126,7 @@ def encode(value, header=None, root="out", readonly=False):
     except UnicodeEncodeError:  # lone surrogates
         out.text = _dumps_ascii(whole).encode()
     out.tensors = encoder.tensors
+    out.gpu = any(t[4] >= 0 for t in out.tensors)
     return out
 
 
@@ -205,7 +214,8 @@ def _base(cls):
 # Bytes.
 
 
-def _inline(tag, data):
+def _inline(e, tag, data):
+    e.out.inline += 1
     return {"$": [tag, base64.b64encode(data).decode("ascii")]}
 
 
@@ -218,20 +228,20 @@ def _large(e, kind, address, nbytes, keep):
 
 def _bytes(e, value, depth):
     if len(value) <= INLINE_BYTES:
-        return _inline("b", value)
+        return _inline(e, "b", value)
     return _large(e, "b", ctypes.cast(ctypes.c_char_p(value), ctypes.c_void_p).value, len(value), value)
 
 
 def _bytearray(e, value, depth):
     if len(value) <= INLINE_BYTES:
-        return _inline("a", value)
+        return _inline(e, "a", value)
     view = (ctypes.c_char * len(value)).from_buffer(value)
     return _large(e, "a", ctypes.addressof(view), len(value), view)
 
 
 def _memoryview(e, value, depth):
     if value.nbytes <= INLINE_BYTES:
-        return _inline("m", value.tobytes())
+        return _inline(e, "m", value.tobytes())
     if value.readonly or not value.c_contiguous:
         data = value.tobytes()
         return _large(e, "m", ctypes.cast(ctypes.c_char_p(data), ctypes.c_void_p).value, len(data), data)
@@ -244,6 +254,8 @@ def _memoryview(e, value, depth):
 
 def _reference(e, ref, depth):
     memory = ref._held()
+    if memory.device >= 0 and not e.gpu and ref.nbytes:
+        return _leaves.hosted_reference(e, ref)
     strides = ref._strides
     node = ["v", ref._kind, 0, ref._offset, ref._row.name, list(ref.shape), list(strides) if strides is not None else 0]
     e.out.keep.append(memory)
@@ -331,6 +343,10 @@ def _resolve(cls):
             return _base(plain)
     if hasattr(cls, "__cuda_array_interface__"):
         return _leaves.cuda_array
+    if hasattr(cls, "__dlpack__"):
+        return _leaves.dlpack_array
+    if hasattr(cls, "__array_interface__"):
+        return _leaves.host_array
     if hasattr(cls, "__dataclass_fields__"):
         return _refuse(f"the dataclass {_name(cls)} is not registered: millpond.register({cls.__name__}) on both sides")
     return _refuse(f"a value of type {_name(cls)}")

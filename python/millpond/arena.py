@@ -4,7 +4,7 @@ import atexit
 import os
 import re
 
-from . import _native, _owner, _ref, _session, _streams, errors
+from . import _native, _owner, _ref, _session, _streams, canary, errors
 from .channel import Channel
 
 _UNITS = {"": 1, "b": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
@@ -113,10 +113,13 @@ class Arena:
         return env
 
     def accept(self, timeout=None):
-        """The channel of the next worker that connects."""
+        """The channel of the next worker that connects, proved by the canary (`millpond.canary`): `Refused`, with the
+        worker's name, where its memory does not carry bytes as they are."""
         self._check()
         answer = _native.in_slices(lambda ms: _native.control("accept", timeout_ms=ms), timeout)
-        return Channel(answer["channel"], answer.get("peer", {}))
+        channel = Channel(answer["channel"], answer.get("peer", {}))
+        canary.greet(channel, "parent", timeout)
+        return channel
 
     def empty(self, shape, dtype="float32", device=None, kind=None):
         """A value in arena memory, its contents unset: on the host a numpy array (a torch tensor for types that numpy lacks),

@@ -9,7 +9,7 @@ import select
 import threading
 import time
 
-from . import _calls, _decode, _native, _tree, errors
+from . import _calls, _decode, _native, _tree, canary, errors, tiers
 
 Peer = collections.namedtuple("Peer", "client name pid")
 Sent = collections.namedtuple("Sent", "tensors copies copied_bytes")
@@ -30,6 +30,9 @@ class Channel(_calls.Calls):
         self._reading = False
         self._ended = None
         self._inbox = collections.deque()
+        self._canaries = collections.deque()
+        self._tiers = tiers.Tiers(self.peer.name)
+        self._gpu = canary.Prover(self)
         self._begin_calls()
 
     def __repr__(self):
@@ -45,6 +48,12 @@ class Channel(_calls.Calls):
     def closed(self):
         """Whether it was closed here, or has ended."""
         return self._ended is not None
+
+    @property
+    def tiers(self):
+        """How many values went by each tier so far: {"arena", "copy", "host", "inline"} (see `millpond.tiers`). Values that
+        share memory count as one."""
+        return dict(self._tiers.counts)
 
     def fileno(self):
         """For `select` and `poll`: readable when a message can be received. The library owns it."""
@@ -78,19 +87,39 @@ class Channel(_calls.Calls):
     def _transmit(self, header, value, timeout=None, readonly=False, root="out"):
         if self._ended is not None:
             raise type(self._ended)(*self._ended.args)
-        encoded = _tree.encode(value, header, root, readonly)
+        encoded = self._encode(header, value, readonly, root)
         if not self._sending.acquire(timeout=-1 if timeout is None else timeout):
             raise errors.Timeout(f"another thread has been sending for {timeout} s")
         try:
             flags = _native.send(self._handle, encoded.text, encoded.tensors, _native.milliseconds(timeout))
         finally:
             self._sending.release()
+        if header[0] == "k":
+            return None
         copies, copied_bytes = encoded.copies, encoded.copied_bytes
         for tensor, flag in zip(encoded.tensors, flags):
             if flag & _native.COPIED:
                 copies += 1
                 copied_bytes += tensor[1]
-        return Sent(len(flags), copies, copied_bytes)
+                if tensor[4] >= 0:
+                    self._tiers.fell("a GPU tensor that is not arena memory was copied on its GPU", tensor[1])
+                else:
+                    self._tiers.fell("a value in host memory that is not the arena's was copied into it", tensor[1])
+        hosted = encoded.hosted
+        self._tiers.add(len(flags) - copies - hosted if copies or hosted else len(flags), copies, hosted, encoded.inline)
+        return Sent(len(flags), copies + hosted, copied_bytes)
+
+    def _encode(self, header, value, readonly, root):
+        """Encodes for this peer: GPU values by the GPU arena if it is proved, else by host memory."""
+        gpu = self._gpu
+        if header[0] == "k":
+            return _tree.encode(value, header, root, readonly)
+        encoded = _tree.encode(value, header, root, readonly, gpu.state is not False)
+        if encoded.gpu and gpu.state is None and not gpu.allows():
+            encoded = _tree.encode(value, header, root, readonly, False)
+        for reason, nbytes in encoded.falls:
+            self._tiers.fell(gpu.reason if reason is None else reason, nbytes, loud=True)
+        return encoded
 
     # Reading.
 
@@ -144,7 +173,23 @@ class Channel(_calls.Calls):
         if message.header[0] == "l":
             _calls.emit_log(message.decode())  # here, where no lock is held: handlers may do anything
             return None
+        if message.header[0] == "k":
+            return self._receive_canary(message)
         return message
+
+    def _receive_canary(self, message):
+        """Answers a canary of the other side's, here, where no lock is held; what answers ours goes to its waiter."""
+        step = message.header[1]
+        if step == "gpu":
+            self._gpu.answer(message)
+            return None
+        if step == "gpu-verdict":
+            self._gpu.verdict(message.decode())
+            return None
+        return message
+
+    def _next_canary(self):
+        return self._canaries.popleft() if self._canaries else None
 
     def _poll(self):
         """Reads what has come, if nobody else is reading. Never blocks."""
@@ -172,6 +217,11 @@ class Channel(_calls.Calls):
         """Puts a message where its waiter looks. The state is locked."""
         if message.header[0] == "m":
             self._inbox.append(message)
+        elif message.header[0] == "k":
+            if message.header[1] == "gpu-answer":
+                self._gpu.answers[message.header[2]] = message
+            else:
+                self._canaries.append(message)
         else:
             self._dispatch_call(message)
         self._state.notify_all()

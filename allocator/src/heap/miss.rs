@@ -5,7 +5,7 @@
 //! giving back whole free chunks and growing again, and, last, the same once this stream has run dry. Every step starts from
 //! the lock anew, and none waits for the owner with it held.
 
-use crate::driver::Addr;
+use crate::driver::{Addr, Capture};
 use crate::tlsf::{Allocation, GRANULE};
 use crate::window::Chunk;
 
@@ -17,12 +17,14 @@ pub(super) type Found = (Allocation, Vec<Chunk>);
 
 impl Heap {
     #[cold]
-    pub(super) fn miss(&self, request: Request) -> Result<Addr, HeapError> {
+    pub(super) fn miss(&self, mut request: Request) -> Result<Addr, HeapError> {
+        // A capture that nobody announced: its stream must not be recorded, waited for or made to wait.
+        request.capturing = request.capturing || self.driver.stream_capture(request.stream)? != Capture::None;
         self.source.reap();
         if let Some(addr) = self.search(request) {
             return Ok(addr);
         }
-        if self.has_others() && self.glance() {
+        if !request.capturing && self.has_others() && self.glance() {
             if let Some(addr) = self.search(request) {
                 return Ok(addr);
             }
@@ -79,7 +81,9 @@ impl Heap {
         inner.settle_waiting();
         let place = inner.place(request.id, request.capturing);
         let found = if request.bytes > self.config.chunk_bytes {
-            inner.free_run(place, request, request.bytes / 8)
+            let spare = request.bytes / 8;
+            let run = inner.free_run(place, request, spare);
+            run.or_else(|| if inner.move_ready(request, place) { inner.free_run(place, request, spare) } else { None })
         } else {
             let domain = inner.domain_of(place);
             let own = inner.tlsf.allocate(domain, request.granules);
@@ -191,19 +195,26 @@ impl Inner {
                 return Some(found);
             }
         }
-        // A private pool takes what it needs and no more, so what merges does so at the stream's home.
-        let home = if request.capturing { self.domain_of(self.streams.home(self.stream_of(place))) } else { mine };
-        let mut moved = 0;
-        for (_, stream, domain) in others.iter().filter(|(_, _, domain)| *domain != home) {
-            moved += self.tlsf.move_ready(*domain, home, self.streams.done(*stream));
-        }
-        if moved == 0 {
+        if !self.move_ready(request, place) {
             return None;
         }
         if request.capturing {
-            return self.tlsf.allocate_ready(home, request.granules, self.streams.done(self.stream_of(place)));
+            let stream = self.stream_of(place);
+            return self.tlsf.allocate_ready(self.domain_of(self.streams.home(stream)), request.granules, self.streams.done(stream));
         }
         self.tlsf.allocate(mine, request.granules)
+    }
+
+    /// Everything that others have finished with becomes this stream's, and merges. A private pool takes what it needs and no
+    /// more, so in a capture it goes to the stream's home outside. False if there was nothing.
+    fn move_ready(&mut self, request: Request, place: u32) -> bool {
+        let into = if request.capturing { self.streams.home(self.stream_of(place)) } else { place };
+        let domain = self.domain_of(into);
+        let mut moved = 0;
+        for (_, stream, other) in self.others(into) {
+            moved += self.tlsf.move_ready(other, domain, self.streams.done(stream));
+        }
+        moved > 0
     }
 
     /// The stream waits for everything up to `mark`: one block of another's; failing that, all that is free becomes this
@@ -218,6 +229,7 @@ impl Inner {
         }
         // Others may have it back when that event, or a later one of this stream, is over.
         let mine = self.domain_of(place);
+        self.settle_waiting_into(place);
         for (other, _, domain) in others {
             if self.tlsf.remove_domain(domain, mine, mark).is_ok() {
                 let fresh = self.tlsf.add_domain();

@@ -1,7 +1,9 @@
 //! A channel between two clients: messages of a tree (JSON) and tensors (offsets).
 
+use std::collections::HashMap;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd, RawFd};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::Arc;
 use std::time::Duration;
 
 use parking_lot::Mutex;
@@ -10,6 +12,8 @@ use serde::{Deserialize, Serialize};
 use serde_json::value::RawValue;
 
 use super::error::Error;
+use super::lease::HoldRef;
+use crate::control::{Control, HoldState, MAX_CLIENTS};
 use crate::wire::{send_frame, FrameError, FrameReader, Peer};
 
 /// A tensor on the wire.
@@ -38,13 +42,27 @@ pub(super) struct Descriptor {
     pub(super) read_only: bool,
 }
 
+impl Descriptor {
+    pub(super) const fn hold(&self) -> HoldRef {
+        let (producer, index, generation) = self.hold;
+        HoldRef { producer, index, generation }
+    }
+}
+
 /// The window of a tensor that has no bytes.
 pub(super) const NOWHERE: u32 = u32::MAX;
 
+/// What a frame between clients is. Another kind is refused.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub(super) enum Kind {
+    Message,
+}
+
 /// A message on the wire.
 #[derive(Debug, Serialize, Deserialize)]
-#[serde(tag = "kind", rename = "message")]
 pub(super) struct Frame {
+    pub(super) kind: Kind,
     /// The sender's own: the shape of the value, carried as it is.
     pub(super) tree: Box<RawValue>,
     /// Signals: (timeline, value).
@@ -55,26 +73,91 @@ pub(super) struct Frame {
     pub(super) tensors: Vec<Descriptor>,
 }
 
-/// One end of a channel.
+/// The channels of one client, and what is left over when one ends.
+#[derive(Debug)]
+pub(super) struct Office {
+    control: Arc<Control>,
+    me: u32,
+    pid: u32,
+    /// Open channels by the peer's serial.
+    open: Mutex<HashMap<u64, usize>>,
+}
+
+impl Office {
+    pub(super) fn new(control: Arc<Control>, me: u32) -> Self {
+        Self { control, me, pid: std::process::id(), open: Mutex::default() }
+    }
+
+    /// A channel has ended: what came on it and was not received never will be.
+    ///
+    /// Its frames that are still whole are read, so that their holds end. Behind a break nothing can be read; if there is no
+    /// other channel to that peer, whatever else is on its way from it can only have been on this one.
+    fn ended(&self, peer: &Peer, unread: Vec<Frame>) {
+        for hold in unread.iter().flat_map(|frame| &frame.tensors).map(Descriptor::hold) {
+            if let Some(record) = self.control.hold(hold.producer, hold.index) {
+                record.decline(hold.generation, self.me as u8);
+            }
+        }
+        let last = {
+            let mut open = self.open.lock();
+            let left = open.get(&peer.serial).map_or(0, |count| count - 1);
+            if left == 0 {
+                open.remove(&peer.serial);
+            } else {
+                open.insert(peer.serial, left);
+            }
+            left == 0
+        };
+        // Its slot may be another's by now: then what comes from there has nothing to do with this.
+        let current = self.control.client(peer.client).and_then(|cell| cell.read()).is_some_and(|row| row.serial == peer.serial);
+        if last && current {
+            self.drop_unread(peer.client);
+        }
+        self.control.changes().fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// Ends every hold that a sender made for this client and that was not taken up.
+    fn drop_unread(&self, sender: u32) {
+        for producer in 0..MAX_CLIENTS as u32 {
+            if self.control.high_hold(producer).is_none_or(|high| high.load(Ordering::Acquire) == 0) {
+                continue;
+            }
+            for hold in self.control.holds(producer).unwrap_or_default() {
+                let word = hold.word();
+                let ours = u32::from(word.sender()) == sender && u32::from(word.receiver()) == self.me;
+                if word.state() == HoldState::InFlight && ours {
+                    hold.decline(word.generation(), self.me as u8);
+                }
+            }
+        }
+    }
+}
+
+/// One end of a channel. Dropping it closes it.
 #[derive(Debug)]
 pub struct Channel {
     socket: OwnedFd,
     peer: Peer,
+    office: Arc<Office>,
     reader: Mutex<FrameReader>,
     sending: Mutex<()>,
     broken: AtomicBool,
+    ended: AtomicBool,
     sent: AtomicU64,
     received: AtomicU64,
 }
 
 impl Channel {
-    pub(super) fn new(socket: OwnedFd, peer: Peer) -> Self {
+    pub(super) fn new(socket: OwnedFd, peer: Peer, office: Arc<Office>) -> Self {
+        *office.open.lock().entry(peer.serial).or_default() += 1;
         Self {
             socket,
             peer,
+            office,
             reader: Mutex::default(),
             sending: Mutex::new(()),
             broken: AtomicBool::new(false),
+            ended: AtomicBool::new(false),
             sent: AtomicU64::new(0),
             received: AtomicU64::new(0),
         }
@@ -98,10 +181,34 @@ impl Channel {
         (self.sent.load(Ordering::Relaxed), self.received.load(Ordering::Relaxed))
     }
 
-    /// Ends both directions. Readers and writers on other threads come back with [`Error::Closed`].
+    /// Ends both directions. Readers and writers on other threads come back with [`Error::Closed`]; what came and was not
+    /// received is let go of. In a forked child nothing happens: the connection is the parent's.
     pub fn close(&self) {
+        if std::process::id() != self.office.pid {
+            return;
+        }
         self.broken.store(true, Ordering::Release);
         let _ = shutdown(&self.socket, Shutdown::Both);
+        // Whoever reads now comes back from the end of the file, and ends it.
+        if let Some(mut reader) = self.reader.try_lock() {
+            self.end(&mut reader);
+        }
+    }
+
+    /// Ends what is unread, once.
+    fn end(&self, reader: &mut FrameReader) {
+        if self.ended.swap(true, Ordering::AcqRel) {
+            return;
+        }
+        let mut unread = Vec::new();
+        loop {
+            match reader.next_frame() {
+                Ok(Some(frame)) => unread.extend(serde_json::from_slice(&frame)),
+                Ok(None) if matches!(reader.fill(self.socket.as_fd()), Ok(true)) => {}
+                _ => break,
+            }
+        }
+        self.office.ended(&self.peer, unread);
     }
 
     fn closed(&self) -> Error {
@@ -128,6 +235,7 @@ impl Channel {
         }
     }
 
+    /// The next frame. After [`Error::Closed`] or [`Error::Protocol`] there will be none.
     pub(super) fn receive(&self, timeout: Option<Duration>) -> Result<Frame, Error> {
         let mut reader = match timeout {
             None => self.reader.lock(),
@@ -135,25 +243,37 @@ impl Channel {
                 self.reader.try_lock_for(timeout).ok_or_else(|| Error::Timeout("another thread is receiving on this channel".to_owned()))?
             }
         };
+        if self.broken.load(Ordering::Acquire) {
+            self.end(&mut reader);
+            return Err(self.closed());
+        }
         let before = reader.received();
         let frame = reader.read_frame(self.socket.as_fd(), timeout, true);
         self.received.fetch_add(reader.received() - before, Ordering::Relaxed);
-        let frame = frame.map_err(|error| match error {
-            FrameError::Closed(false) => self.closed(),
-            FrameError::Timeout => Error::Timeout(format!(
-                "nothing came from {} (pid {}) within {} ms",
-                self.peer.name,
-                self.peer.pid,
-                timeout.unwrap_or_default().as_millis()
-            )),
-            error => {
-                self.close();
-                error.into()
+        let error = match frame.map(|frame| serde_json::from_slice(&frame)) {
+            Ok(Ok(frame)) => return Ok(frame),
+            Err(FrameError::Timeout) => {
+                return Err(Error::Timeout(format!(
+                    "nothing came from {} (pid {}) within {} ms",
+                    self.peer.name,
+                    self.peer.pid,
+                    timeout.unwrap_or_default().as_millis()
+                )))
             }
-        })?;
-        serde_json::from_slice(&frame).map_err(|error| {
-            self.close();
-            Error::Protocol(format!("{} sent no message: {error}", self.peer.name))
-        })
+            Ok(Err(error)) => Error::Protocol(format!("{} sent no message: {error}", self.peer.name)),
+            // Every frame that ends before the connection did has been received: what is cut off never was sent.
+            Err(FrameError::Closed(_)) => self.closed(),
+            Err(error) => error.into(),
+        };
+        self.broken.store(true, Ordering::Release);
+        let _ = shutdown(&self.socket, Shutdown::Both);
+        self.end(&mut reader);
+        Err(error)
+    }
+}
+
+impl Drop for Channel {
+    fn drop(&mut self) {
+        self.close();
     }
 }

@@ -3,15 +3,18 @@
 //! Opened at first use, so that a process that only passes values on has no context and maps nothing, and so that a device
 //! mask set after `attach` still counts.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::os::fd::OwnedFd;
+use std::sync::atomic::AtomicBool;
 use std::sync::Arc;
 use std::time::Duration;
 
 use millpond_allocator::driver::host::{HostConfig, HostPlatform};
-use millpond_allocator::driver::{cuda::CudaPlatform, Access, Addr, DeviceId, Driver, DriverError, Platform};
+use millpond_allocator::driver::{
+    cuda::CudaPlatform, Access, Addr, Capture, DeviceId, Driver, DriverError, Event, Platform, Stream, StreamId,
+};
 use millpond_allocator::heap::{ChunkSource, GrowError, Heap, HeapConfig, Live, LiveSink};
-use millpond_allocator::timeline::{Slots, Timelines, Word};
+use millpond_allocator::timeline::{Slots, TimelineError, Timelines, Word};
 use millpond_allocator::window::{Chunk, Window};
 use parking_lot::Mutex;
 
@@ -19,7 +22,7 @@ use super::error::Error;
 use super::lease::Leases;
 use super::link::Link;
 use crate::control::{Control, LiveRow, MAX_DEVICES};
-use crate::wire::{self, Answer, DeviceGrant, Peer, Request, MAX_FDS};
+use crate::wire::{self, Answer, DeviceGrant, Peer, Reason, Request, MAX_FDS};
 
 /// How long growth may wait for the owner, which itself waits for others to trim, with a shorter bound.
 const GROW_TIMEOUT: Duration = Duration::from_secs(10);
@@ -122,18 +125,25 @@ impl ChunkSource for Source {
     fn grow(&self, bytes: u64) -> Result<Vec<(Chunk, OwnedFd)>, GrowError> {
         let call = Request::Grow { device: self.device, bytes };
         let unreachable = |error: Error| GrowError::Unreachable(error.to_string());
-        let (answer, mut fds) = self.shared.link.call(call, GROW_TIMEOUT).map_err(|error| match error {
-            Error::OutOfMemory(detail) => GrowError::OutOfMemory { limit: u64::MAX, reserved: 0, detail },
-            error => unreachable(error),
-        })?;
-        let Answer::Granted { chunks } = answer else { return Err(unreachable(Error::unexpected(&answer))) };
+        let (answer, mut fds) = self.shared.link.ask(call, GROW_TIMEOUT).map_err(unreachable)?;
+        let chunks = match answer {
+            Answer::Granted { chunks } => chunks,
+            Answer::Refused { reason: Reason::OutOfMemory, message, limit, reserved, .. } => {
+                return Err(GrowError::OutOfMemory { limit, reserved, detail: message });
+            }
+            Answer::Refused { message, .. } => return Err(GrowError::Unreachable(message)),
+            answer => return Err(unreachable(Error::unexpected(&answer))),
+        };
         while fds.len() < chunks.len() {
             let epochs = chunks.iter().skip(fds.len()).take(MAX_FDS).map(|chunk| chunk.epoch).collect();
-            let more = import(&self.shared.link, self.window, epochs).map_err(unreachable)?;
-            if more.is_empty() {
-                return Err(GrowError::Unreachable("the owner sent fewer descriptors than chunks".to_owned()));
+            match import(&self.shared.link, self.window, epochs) {
+                Ok(more) => fds.extend(more.into_iter().map(|(_, fd)| fd)),
+                Err(error) => {
+                    let chunks: Vec<Chunk> = chunks.into_iter().map(from_wire).collect();
+                    self.give_back(&chunks);
+                    return Err(unreachable(error));
+                }
             }
-            fds.extend(more.into_iter().map(|(_, fd)| fd));
         }
         Ok(chunks.into_iter().map(from_wire).zip(fds).collect())
     }
@@ -182,8 +192,21 @@ pub(super) struct Opened {
     pub(super) window: u32,
     shared: Shared,
     window_bytes: u64,
-    peers: Mutex<HashMap<u32, Arc<Window>>>,
+    granularity: u64,
+    /// Held while chunks are looked up, mapped and unmapped, so that what was found mapped stays so until its import counts.
+    peers: Mutex<Peers>,
+    /// Chunks that their client gave back while something here still used them: (window, chunk).
+    revoked: Mutex<Vec<(u32, Chunk)>>,
+    /// Windows of clients that are gone.
+    dead: Mutex<Vec<u32>>,
+    /// An event that is never recorded.
+    probe: Mutex<Option<Event>>,
+    /// The owner was told that the context is dead.
+    pub(super) faulted: AtomicBool,
 }
+
+/// Windows of others, by number and by whether they are mapped for reading only.
+type Peers = HashMap<(u32, bool), Arc<Window>>;
 
 impl Device {
     pub(super) fn new(grant: DeviceGrant, shared: Shared) -> Result<Self, Error> {
@@ -226,17 +249,42 @@ impl Device {
             window: self.grant.window,
             shared: self.shared.clone(),
             window_bytes: self.grant.window_bytes,
+            granularity: self.grant.granularity,
             peers: Mutex::default(),
+            revoked: Mutex::default(),
+            dead: Mutex::default(),
+            probe: Mutex::default(),
+            faulted: AtomicBool::new(false),
         });
         *opened = Some(made.clone());
         Ok(made)
     }
 }
 
+/// A range of a window, as a message names it.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Range<'a> {
+    pub(super) window: u32,
+    pub(super) offset: u64,
+    pub(super) bytes: u64,
+    /// Of the chunks that it touches, by address.
+    pub(super) epochs: &'a [u64],
+    pub(super) read_only: bool,
+}
+
 impl Opened {
-    /// Where a range of a window is mapped here, after what is missing of it has been mapped. `epochs`: of the chunks that
-    /// the range touches, as the sender names them.
-    pub(super) fn resolve(&self, window: u32, offset: u64, bytes: u64, epochs: &[u64]) -> Result<Addr, Error> {
+    /// Who a stream is. Refused while it is captured: a replay would neither wait nor signal again.
+    pub(super) fn identify(&self, stream: Stream) -> Result<StreamId, Error> {
+        if self.driver.stream_capture(stream)? != Capture::None {
+            return Err(TimelineError::Capturing.into());
+        }
+        Ok(self.driver.stream_id(stream)?)
+    }
+
+    /// Where a range of a window is mapped here, after what is missing of it has been mapped. `in_use`: whether anything else
+    /// that is held here lies in a chunk.
+    pub(super) fn resolve(&self, range: Range<'_>, in_use: impl Fn(&Chunk) -> bool) -> Result<Addr, Error> {
+        let Range { window, offset, bytes, epochs, read_only } = range;
         if offset.checked_add(bytes).is_none_or(|end| end > self.window_bytes) {
             return Err(Error::Protocol(format!("bytes {offset} to {offset}+{bytes} do not lie in a window of {}", self.window_bytes)));
         }
@@ -244,7 +292,22 @@ impl Opened {
             check(&self.heap.window().chunks_in(offset, bytes), offset, bytes, epochs)?;
             return Ok(self.heap.window().base() + offset);
         }
-        let peer = self.peer(window)?;
+        if epochs.len() as u64 > bytes / self.granularity + 2 {
+            return Err(Error::Protocol(format!("{} epochs for {bytes} bytes", epochs.len())));
+        }
+        if epochs.iter().collect::<HashSet<_>>().len() != epochs.len() {
+            return Err(Error::Protocol("a chunk is named twice".to_owned()));
+        }
+        let mut peers = self.peers.lock();
+        let peer = match peers.get(&(window, read_only)) {
+            Some(peer) => peer.clone(),
+            None => {
+                let access = if read_only { Access::ReadOnly } else { Access::ReadWrite };
+                let peer = Arc::new(Window::reserve(self.driver.clone(), self.window_bytes, access)?);
+                peers.insert((window, read_only), peer.clone());
+                peer
+            }
+        };
         if bytes == 0 {
             return Ok(peer.base() + offset);
         }
@@ -252,48 +315,126 @@ impl Opened {
         if check(&there, offset, bytes, epochs).is_ok() {
             return Ok(peer.base() + offset);
         }
-        // What is mapped under another epoch is gone at its producer, and nothing of it is held here: it would not be gone.
-        let stale: Vec<u64> = there.iter().map(|chunk| chunk.epoch).filter(|epoch| !epochs.contains(epoch)).collect();
-        self.unmap(&peer, &stale)?;
+        // What is mapped under another epoch is gone at its producer, and nothing of it is held here: it would not be gone. If
+        // something is, then the message is wrong.
+        let stale: Vec<Chunk> = there.iter().filter(|chunk| !epochs.contains(&chunk.epoch)).copied().collect();
+        if stale.iter().any(in_use) {
+            return Err(gone(offset, bytes, epochs));
+        }
+        self.unmap(&peers, window, &stale);
         let missing: Vec<u64> = epochs.iter().copied().filter(|epoch| !there.iter().any(|chunk| chunk.epoch == *epoch)).collect();
         for part in missing.chunks(MAX_FDS) {
-            peer.map(&import(&self.shared.link, window, part.to_vec())?)?;
+            let chunks = import(&self.shared.link, window, part.to_vec())?;
+            if let Err(error) = peer.map(&chunks) {
+                // The owner counts them as mapped here since it sent them.
+                let chunks: Vec<Chunk> = chunks.iter().map(|(chunk, _)| *chunk).collect();
+                self.say_unmapped(&peers, window, &chunks);
+                return Err(error.into());
+            }
         }
         check(&peer.chunks_in(offset, bytes), offset, bytes, epochs)?;
         Ok(peer.base() + offset)
     }
 
-    fn peer(&self, window: u32) -> Result<Arc<Window>, Error> {
-        let mut peers = self.peers.lock();
-        if let Some(peer) = peers.get(&window) {
-            return Ok(peer.clone());
+    /// Drops mappings of a peer's chunks, and tells the owner, which waits for that.
+    fn unmap(&self, peers: &Peers, window: u32, chunks: &[Chunk]) {
+        for peer in both(peers, window) {
+            for chunk in chunks {
+                if let Err(error) = peer.unmap(chunk.epoch) {
+                    tracing::error!(epoch = chunk.epoch, %error, "a peer's chunk could not be unmapped");
+                }
+            }
         }
-        let peer = Arc::new(Window::reserve(self.driver.clone(), self.window_bytes, Access::ReadWrite)?);
-        peers.insert(window, peer.clone());
-        Ok(peer)
+        self.say_unmapped(peers, window, chunks);
     }
 
-    /// Drops mappings of a peer's chunks; tells the owner, which waits for that.
-    fn unmap(&self, peer: &Window, epochs: &[u64]) -> Result<(), Error> {
-        if epochs.is_empty() {
-            return Ok(());
+    /// Tells the owner of those chunks that are mapped nowhere here.
+    fn say_unmapped(&self, peers: &Peers, window: u32, chunks: &[Chunk]) {
+        let mapped: Vec<u64> = both(peers, window).flat_map(|peer| peer.chunks()).map(|chunk| chunk.epoch).collect();
+        let epochs: Vec<u64> = chunks.iter().map(|chunk| chunk.epoch).filter(|epoch| !mapped.contains(epoch)).collect();
+        if !epochs.is_empty() {
+            // Without an owner nobody waits for it.
+            let _ = self.shared.link.tell(Request::Unmapped { epochs });
         }
-        for epoch in epochs {
-            peer.unmap(*epoch)?;
-        }
-        self.shared.link.tell(Request::Unmapped { epochs: epochs.to_vec() })
     }
 
-    /// The owner's revoke: drops what is mapped of these chunks. Returns the bytes that are still mapped.
+    /// The owner's revoke: drops what is mapped of these chunks. Returns the bytes that are still mapped, since something of
+    /// them is in use; those go at a later [`Opened::tick`].
     pub(super) fn revoke(&self, window: u32, epochs: &[u64], in_use: impl Fn(&Chunk) -> bool) -> u64 {
-        let Some(peer) = self.peers.lock().get(&window).cloned() else { return 0 };
+        let peers = self.peers.lock();
         let mut left = 0;
-        for chunk in peer.chunks().into_iter().filter(|chunk| epochs.contains(&chunk.epoch)) {
-            if in_use(&chunk) || peer.unmap(chunk.epoch).is_err() {
-                left += chunk.bytes;
+        let mut later = self.revoked.lock();
+        for peer in both(&peers, window) {
+            for chunk in peer.chunks().into_iter().filter(|chunk| epochs.contains(&chunk.epoch)) {
+                if in_use(&chunk) {
+                    left += chunk.bytes;
+                    if !later.contains(&(window, chunk)) {
+                        later.push((window, chunk));
+                    }
+                } else if let Err(error) = peer.unmap(chunk.epoch) {
+                    tracing::error!(epoch = chunk.epoch, %error, "a peer's chunk could not be unmapped");
+                    left += chunk.bytes;
+                }
             }
         }
         left
+    }
+
+    /// A client is gone: its windows' addresses go back when nothing is mapped in them any more.
+    pub(super) fn died(&self, windows: &[u32]) {
+        self.dead.lock().extend(windows);
+    }
+
+    /// Unmaps what was revoked and is no longer in use, and gives the dead's windows back.
+    pub(super) fn tick(&self, in_use: impl Fn(u32, &Chunk) -> bool) {
+        if !self.revoked.lock().is_empty() {
+            let peers = self.peers.lock();
+            let mut later = self.revoked.lock();
+            let (kept, free): (Vec<_>, Vec<_>) = later.drain(..).partition(|(window, chunk)| in_use(*window, chunk));
+            *later = kept;
+            for (window, chunk) in free {
+                self.unmap(&peers, window, &[chunk]);
+            }
+        }
+        let mut dead = self.dead.lock();
+        if dead.is_empty() {
+            return;
+        }
+        let mut peers = self.peers.lock();
+        dead.retain(|window| {
+            let keys = [(*window, false), (*window, true)];
+            if both(&peers, *window).any(|peer| !peer.chunks().is_empty()) {
+                return true;
+            }
+            for key in keys {
+                if let Some(peer) = peers.remove(&key) {
+                    if let Err(error) = self.driver.unreserve(peer.base(), peer.bytes()) {
+                        tracing::debug!(%error, "a dead client's window was not given back");
+                    }
+                }
+            }
+            false
+        });
+    }
+
+    /// Unmaps whatever of others is not in use: before leaving.
+    pub(super) fn drop_unused(&self, in_use: impl Fn(u32, &Chunk) -> bool) {
+        let peers = self.peers.lock();
+        let windows: Vec<u32> = peers.keys().map(|(window, _)| *window).collect();
+        for window in windows {
+            let chunks: Vec<Chunk> = both(&peers, window).flat_map(|peer| peer.chunks()).filter(|chunk| !in_use(window, chunk)).collect();
+            self.unmap(&peers, window, &chunks);
+        }
+    }
+
+    /// Whether the device still works. A context that is dead says so at every call.
+    pub(super) fn probe(&self) -> Result<(), DriverError> {
+        let mut probe = self.probe.lock();
+        let event = match *probe {
+            Some(event) => event,
+            None => *probe.insert(self.driver.event_create()?),
+        };
+        self.driver.event_query(event).map(drop)
     }
 
     /// The chunks that a range of our own window touches.
@@ -302,11 +443,11 @@ impl Opened {
     }
 
     /// The epochs of the chunks that a mapped range of any window touches.
-    pub(super) fn epochs_in(&self, window: u32, offset: u64, bytes: u64) -> Vec<u64> {
+    pub(super) fn epochs_in(&self, window: u32, offset: u64, bytes: u64, read_only: bool) -> Vec<u64> {
         if window == self.window {
             return self.own_epochs(offset, bytes);
         }
-        let peer = self.peers.lock().get(&window).cloned();
+        let peer = self.peers.lock().get(&(window, read_only)).cloned();
         peer.map(|peer| peer.chunks_in(offset, bytes).iter().map(|chunk| chunk.epoch).collect()).unwrap_or_default()
     }
 
@@ -315,8 +456,13 @@ impl Opened {
         if let Some(offset) = self.heap.window().offset_of(addr) {
             return Some((self.window, offset));
         }
-        self.peers.lock().iter().find_map(|(window, peer)| Some((*window, peer.offset_of(addr)?)))
+        self.peers.lock().iter().find_map(|((window, _), peer)| Some((*window, peer.offset_of(addr)?)))
     }
+}
+
+/// A peer's window, as it is mapped for writing and for reading only.
+fn both(peers: &Peers, window: u32) -> impl Iterator<Item = &Arc<Window>> {
+    [false, true].into_iter().filter_map(move |read_only| peers.get(&(window, read_only)))
 }
 
 /// Whether these chunks are those of the epochs and cover the range without a hole.
@@ -331,7 +477,14 @@ fn check(chunks: &[Chunk], offset: u64, bytes: u64, epochs: &[u64]) -> Result<()
     if (same && whole) || bytes == 0 {
         return Ok(());
     }
-    Err(Error::Stale(format!("bytes {offset} to {offset}+{bytes} are no longer what they were when they were sent (epochs {epochs:?}): the sender gave that memory back")))
+    Err(gone(offset, bytes, epochs))
+}
+
+fn gone(offset: u64, bytes: u64, epochs: &[u64]) -> Error {
+    Error::Stale(format!(
+        "bytes {offset} to {offset}+{bytes} are no longer what they were when they were sent (epochs {:?}): the sender gave that memory back",
+        epochs.get(..epochs.len().min(8)).unwrap_or_default()
+    ))
 }
 
 /// Whose a window is: (device index, peer).

@@ -1,6 +1,6 @@
 //! Imports: what this client holds of others, and how it lets go: never blocking, on the GPU's time.
 
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::Arc;
 
 use millpond_allocator::driver::{Addr, Event, StreamId};
@@ -11,7 +11,7 @@ use parking_lot::Mutex;
 use super::device::Opened;
 use super::error::Error;
 use super::lease::HoldRef;
-use crate::control::Control;
+use crate::control::{Claim, Control, TIMELINES_PER_CLIENT};
 
 /// One value that was received.
 #[derive(Debug, Clone)]
@@ -25,13 +25,30 @@ pub(super) struct Import {
     pub(super) epochs: Vec<u64>,
     /// READY: what must be reached before the bytes are what was sent.
     pub(super) ready: Vec<Signal>,
+    /// Mapped without write access, and forwarded so.
+    pub(super) read_only: bool,
     /// Where it is mapped here, once it is.
     pub(super) addr: Option<Addr>,
     /// The streams that may use it, as far as we were told.
     pub(super) streams: Vec<StreamId>,
-    /// Set when its producer died: whether the bytes were ready by then.
-    pub(super) died_ready: Option<bool>,
+    /// Whoever was to make it ready died before: its bytes are not what was to be sent.
+    pub(super) lost: bool,
     pub(super) sender: String,
+}
+
+impl Import {
+    fn touches(&self, window: u32, chunk: &Chunk) -> bool {
+        touches(self.window, self.offset, self.bytes, window, chunk)
+    }
+
+    /// Whether any byte at or behind an address here is the import's; its own first address always is.
+    fn holds(&self, addr: Addr) -> bool {
+        self.addr.is_some_and(|start| addr.checked_sub(start).is_some_and(|at| at < self.bytes.max(1)))
+    }
+}
+
+fn touches(w: u32, offset: u64, bytes: u64, window: u32, chunk: &Chunk) -> bool {
+    w == window && offset < chunk.end() && chunk.offset < offset.saturating_add(bytes.max(1))
 }
 
 #[derive(Debug, Default)]
@@ -44,9 +61,17 @@ struct Slab {
 /// An import that nobody uses any more on the host; streams may.
 #[derive(Debug)]
 struct Parting {
+    id: u64,
     hold: HoldRef,
     device: u32,
+    /// Streams that may use it and have not signalled since.
     streams: Vec<StreamId>,
+    /// Signals of those that have.
+    signals: Vec<Signal>,
+    /// Somebody is about to signal for it.
+    claimed: bool,
+    /// A context-wide event covers it. That may stand behind streams that have nothing to do with it: a signal may be sooner.
+    batched: bool,
     bytes: u64,
     window: u32,
     offset: u64,
@@ -57,7 +82,17 @@ struct Parting {
 struct Batch {
     device: u32,
     event: Event,
-    partings: Vec<Parting>,
+    partings: Vec<u64>,
+}
+
+/// Partings of one stream, for which a signal is about to be queued on it. A parting that comes later is not covered by it.
+#[derive(Debug, Default)]
+pub(super) struct Claimed(Vec<u64>, Option<StreamId>);
+
+impl Claimed {
+    pub(super) fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
 }
 
 /// This client's imports.
@@ -66,22 +101,41 @@ pub(super) struct Imports {
     control: Arc<Control>,
     me: u32,
     slab: Mutex<Slab>,
+    /// Held for a moment only, never over a call of the driver: letting go must not wait for a stream.
     parting: Mutex<Vec<Parting>>,
     batches: Mutex<Vec<Batch>>,
     waiting: AtomicUsize,
+    next: AtomicU64,
 }
 
 impl Imports {
     pub(super) fn new(control: Arc<Control>, me: u32) -> Self {
-        Self { control, me, slab: Mutex::default(), parting: Mutex::default(), batches: Mutex::default(), waiting: AtomicUsize::new(0) }
+        Self {
+            control,
+            me,
+            slab: Mutex::default(),
+            parting: Mutex::default(),
+            batches: Mutex::default(),
+            waiting: AtomicUsize::new(0),
+            next: AtomicU64::new(0),
+        }
     }
 
     /// Takes up a hold that came with a frame.
+    ///
+    /// # Errors
+    /// [`Error::Stale`] for one that is not this process's to take, [`Error::Protocol`] for one that is on other bytes.
     pub(super) fn add(&self, import: Import) -> Result<u64, Error> {
         let hold = import.hold;
-        let taken = self.control.hold(hold.producer, hold.index).is_some_and(|record| record.take(hold.generation, self.me as u8));
-        if !taken {
-            return Err(Error::Stale("the hold that came with the value is not for this process, or was taken up before".to_owned()));
+        let stale = || Error::Stale("the hold that came with the value is not for this process, or was taken up before".to_owned());
+        let record = self.control.hold(hold.producer, hold.index).ok_or_else(stale)?;
+        if !record.take(hold.generation, self.me as u8) {
+            return Err(stale());
+        }
+        let right = |claim: &Claim| (claim.window, claim.offset, claim.bytes) == (import.window, import.offset, import.bytes);
+        if !record.claim().is_some_and(|claim| right(&claim)) {
+            record.finish(hold.generation, self.me as u8, None);
+            return Err(Error::Protocol(format!("{} sent a value whose hold is on other bytes", import.sender)));
         }
         let mut slab = self.slab.lock();
         slab.bytes += import.bytes;
@@ -93,40 +147,46 @@ impl Imports {
             }
         };
         let entry = slab.entries.get_mut(index as usize).ok_or_else(|| Error::Internal("import table".to_owned()))?;
-        entry.0 += 1;
+        entry.0 = entry.0.wrapping_add(1);
         entry.1 = Some(import);
         Ok(u64::from(entry.0) << 32 | u64::from(index) + 1)
+    }
+
+    /// Ends the hold of a value that came and will not be used, unless it was taken up.
+    pub(super) fn decline(&self, hold: HoldRef) {
+        if let Some(record) = self.control.hold(hold.producer, hold.index) {
+            record.decline(hold.generation, self.me as u8);
+            self.control.changes().fetch_add(1, Ordering::Relaxed);
+        }
     }
 
     /// Looks at, or changes, an import.
     pub(super) fn with<T>(&self, handle: u64, f: impl FnOnce(&mut Import) -> T) -> Result<T, Error> {
         let mut slab = self.slab.lock();
-        let (index, generation) = (handle as u32, (handle >> 32) as u32);
-        let entry = index.checked_sub(1).and_then(|index| slab.entries.get_mut(index as usize)).filter(|entry| entry.0 == generation);
-        let import = entry.and_then(|entry| entry.1.as_mut());
-        import.map(f).ok_or_else(|| Error::InvalidArgument("no such import: it was released before".to_owned()))
+        entry(&mut slab, handle).and_then(|entry| entry.as_mut()).map(f).ok_or_else(released)
     }
 
-    /// Lets go. Never blocks, never calls the driver.
-    pub(super) fn release(&self, handle: u64, on_streams: impl FnOnce(&Import) -> bool) -> Result<bool, Error> {
-        self.with(handle, |_| ())?;
+    /// Lets go. Never blocks, never calls the driver. True where streams may still use it.
+    pub(super) fn release(&self, handle: u64) -> Result<bool, Error> {
         let mut slab = self.slab.lock();
-        let index = handle as u32 - 1;
-        let Some(import) = slab.entries.get_mut(index as usize).and_then(|entry| entry.1.take()) else {
-            return Err(Error::InvalidArgument("no such import: it was released before".to_owned()));
-        };
-        slab.free.push(index);
-        slab.bytes -= import.bytes;
-        drop(slab);
-        if import.addr.is_none() || !on_streams(&import) {
+        let import = entry(&mut slab, handle).and_then(Option::take).ok_or_else(released)?;
+        slab.free.push(handle as u32 - 1);
+        slab.bytes = slab.bytes.saturating_sub(import.bytes);
+        if import.addr.is_none() || import.streams.is_empty() {
+            drop(slab);
             self.finish(import.hold, None);
             return Ok(false);
         }
+        // Under the slab's lock, so that at every moment one of the two has it.
         self.waiting.fetch_add(1, Ordering::Relaxed);
         self.parting.lock().push(Parting {
+            id: self.next.fetch_add(1, Ordering::Relaxed),
             hold: import.hold,
             device: import.device,
             streams: import.streams,
+            signals: Vec::new(),
+            claimed: false,
+            batched: false,
             bytes: import.bytes,
             window: import.window,
             offset: import.offset,
@@ -134,7 +194,7 @@ impl Imports {
         Ok(true)
     }
 
-    pub(super) fn finish(&self, hold: HoldRef, done: Option<Signal>) {
+    fn finish(&self, hold: HoldRef, done: Option<Signal>) {
         if let Some(record) = self.control.hold(hold.producer, hold.index) {
             record.finish(hold.generation, self.me as u8, done.map(|signal| (signal.timeline, signal.value)));
             self.control.changes().fetch_add(1, Ordering::Relaxed);
@@ -146,66 +206,98 @@ impl Imports {
         self.waiting.load(Ordering::Relaxed) > 0
     }
 
-    /// Lets go of what only this stream uses, by a signal that the caller has just queued on it.
-    pub(super) fn part_with(&self, device: u32, stream: StreamId, signal: impl FnOnce() -> Option<Signal>) {
+    /// What was let go of and still needs a signal of this stream. Ended by [`Imports::part`].
+    pub(super) fn claim(&self, device: u32, stream: StreamId) -> Claimed {
         if !self.any_parting() {
-            return;
+            return Claimed::default();
         }
         let mut parting = self.parting.lock();
-        let matches = |p: &Parting| p.device == device && p.streams.iter().all(|s| *s == stream);
-        if !parting.iter().any(matches) {
+        let mine = parting.iter_mut().filter(|p| p.device == device && !p.claimed && p.streams.contains(&stream));
+        Claimed(
+            mine.map(|p| {
+                p.claimed = true;
+                p.id
+            })
+            .collect(),
+            Some(stream),
+        )
+    }
+
+    /// Lets go by a signal that was queued after [`Imports::claim`]; `None`: it could not be queued.
+    pub(super) fn part(&self, Claimed(ids, stream): Claimed, signal: Option<Signal>) {
+        if ids.is_empty() {
             return;
         }
-        let Some(signal) = signal() else { return };
-        parting.retain(|p| {
-            let over = matches(p);
+        self.parting.lock().retain_mut(|p| {
+            if !ids.contains(&p.id) {
+                return true;
+            }
+            p.claimed = false;
+            let Some(signal) = signal else { return true };
+            p.streams.retain(|s| Some(*s) != stream);
+            p.signals.push(signal);
+            // A hold names one DONE. Of several streams all but the last must be seen to be over.
+            let (last, before) = p.signals.split_last().map_or((signal, &[][..]), |(last, before)| (*last, before));
+            let over = p.streams.is_empty() && before.iter().all(|signal| self.is_over(signal));
             if over {
-                self.finish(p.hold, Some(signal));
+                self.finish(p.hold, Some(last));
                 self.waiting.fetch_sub(1, Ordering::Relaxed);
             }
             !over
         });
     }
 
-    /// Whether part_with would signal.
-    pub(super) fn wants_signal(&self, device: u32, stream: StreamId) -> bool {
-        self.any_parting() && self.parting.lock().iter().any(|p| p.device == device && p.streams.iter().all(|s| *s == stream))
+    fn is_over(&self, signal: &Signal) -> bool {
+        self.control.timeline(signal.timeline).is_none_or(|word| word.reached(signal.value) != Reached::No)
     }
 
     /// For streams that never come back to us: one event over the whole context, and when that is over, so are they.
     pub(super) fn tick(&self, opened: &Opened) {
-        let mut batches = self.batches.lock();
-        batches.retain_mut(|batch| {
-            let over = batch.device == opened.index && opened.driver.event_query(batch.event).unwrap_or(false);
-            if over {
-                for parting in batch.partings.drain(..) {
-                    self.finish(parting.hold, None);
-                    self.waiting.fetch_sub(1, Ordering::Relaxed);
-                }
+        if !self.any_parting() {
+            return;
+        }
+        let mut over: Vec<u64> = Vec::new();
+        self.batches.lock().retain_mut(|batch| {
+            let done = batch.device == opened.index && opened.driver.event_query(batch.event).unwrap_or(false);
+            if done {
+                over.append(&mut batch.partings);
                 let _ = opened.driver.event_destroy(batch.event);
             }
-            !over
+            !done
         });
-        let mut parting = self.parting.lock();
-        if !parting.iter().any(|p| p.device == opened.index) {
+        let mut left = Vec::new();
+        self.parting.lock().retain_mut(|p| {
+            let signalled = p.streams.is_empty() && p.signals.iter().all(|signal| self.is_over(signal));
+            let done = over.contains(&p.id) || p.device == opened.index && !p.claimed && signalled;
+            if done {
+                self.finish(p.hold, None);
+                self.waiting.fetch_sub(1, Ordering::Relaxed);
+            } else if p.device == opened.index && !p.batched && !p.streams.is_empty() {
+                p.batched = true;
+                left.push(p.id);
+            }
+            !done
+        });
+        if left.is_empty() {
             return;
         }
-        let Ok(event) = opened.driver.event_create() else { return };
-        if opened.driver.event_record_context(event).is_err() {
-            let _ = opened.driver.event_destroy(event); // A capture is on, or the driver is too old: later.
-            return;
+        let recorded = opened.driver.event_create().and_then(|event| {
+            // Not while a capture is on; not at all where the driver is too old: then each stream signals when it is next seen.
+            opened.driver.event_record_context(event).map(|()| event).inspect_err(|_| drop(opened.driver.event_destroy(event)))
+        });
+        match recorded {
+            Ok(event) => self.batches.lock().push(Batch { device: opened.index, event, partings: left }),
+            Err(_) => self.parting.lock().iter_mut().filter(|p| left.contains(&p.id)).for_each(|p| p.batched = false),
         }
-        let (mine, others) = std::mem::take(&mut *parting).into_iter().partition(|p| p.device == opened.index);
-        *parting = others;
-        batches.push(Batch { device: opened.index, event, partings: mine });
     }
 
-    /// Whether anything of a chunk is still held or parting here.
-    pub(super) fn uses(&self, window: u32, chunk: &Chunk) -> bool {
-        let touches = |w: u32, offset: u64, bytes: u64| w == window && offset < chunk.end() && chunk.offset < offset + bytes;
-        self.slab.lock().entries.iter().filter_map(|entry| entry.1.as_ref()).any(|i| touches(i.window, i.offset, i.bytes))
-            || self.parting.lock().iter().any(|p| touches(p.window, p.offset, p.bytes))
-            || self.batches.lock().iter().flat_map(|batch| &batch.partings).any(|p| touches(p.window, p.offset, p.bytes))
+    /// Whether anything of a chunk is still held or parting here, other than by one import.
+    pub(super) fn uses(&self, window: u32, chunk: &Chunk, but: Option<u64>) -> bool {
+        let slab = self.slab.lock();
+        let held = slab.entries.iter().enumerate().any(|(index, (generation, import))| {
+            Some(u64::from(*generation) << 32 | index as u64 + 1) != but && import.as_ref().is_some_and(|i| i.touches(window, chunk))
+        });
+        held || self.parting.lock().iter().any(|p| touches(p.window, p.offset, p.bytes, window, chunk))
     }
 
     /// Whether an address is held as an import although it lies in our own window: it came back to us.
@@ -213,23 +305,20 @@ impl Imports {
         self.find(addr).is_some()
     }
 
-    /// A live import whose mapped bytes hold an address: (handle, hold, offset in its window).
-    pub(super) fn find(&self, addr: Addr) -> Option<(u64, Import)> {
-        let slab = self.slab.lock();
-        slab.entries.iter().enumerate().find_map(|(index, (generation, import))| {
-            let import = import.as_ref()?;
-            let start = import.addr?;
-            (start <= addr && (addr < start + import.bytes || addr == start))
-                .then(|| (u64::from(*generation) << 32 | index as u64 + 1, import.clone()))
-        })
+    /// A live import whose mapped bytes hold an address.
+    pub(super) fn find(&self, addr: Addr) -> Option<Import> {
+        self.slab.lock().entries.iter().filter_map(|(_, import)| import.as_ref()).find(|import| import.holds(addr)).cloned()
     }
 
-    /// A producer died: what of its values was ready is told now, while its timelines' last true values stand.
-    pub(super) fn died(&self, producer: u32) {
+    /// A client died. What it was to make ready and has not never will be; that is told now, while its timelines' last true
+    /// values stand.
+    pub(super) fn died(&self, dead: u32) {
         let mut slab = self.slab.lock();
-        for import in slab.entries.iter_mut().filter_map(|entry| entry.1.as_mut()).filter(|import| import.hold.producer == producer) {
+        for import in slab.entries.iter_mut().filter_map(|entry| entry.1.as_mut()) {
+            let (theirs, others): (Vec<_>, Vec<_>) = import.ready.iter().partition(|s| s.timeline / TIMELINES_PER_CLIENT as u32 == dead);
             let reached = |s: &Signal| self.control.timeline(s.timeline).is_some_and(|word| word.reached(s.value) == Reached::Yes);
-            import.died_ready = Some(import.ready.iter().all(reached));
+            import.lost |= !theirs.iter().all(reached);
+            import.ready = others;
         }
     }
 
@@ -243,16 +332,11 @@ impl Imports {
         self.slab.lock().entries.iter().filter_map(|entry| entry.1.as_ref()).filter(|import| import.device == device).map(|i| i.bytes).sum()
     }
 
-    /// Notes another stream that uses an import.
+    /// Notes another stream that uses what is at an address.
     pub(super) fn record_stream(&self, addr: Addr, stream: StreamId) -> bool {
         let mut slab = self.slab.lock();
-        let found = slab
-            .entries
-            .iter_mut()
-            .filter_map(|entry| entry.1.as_mut())
-            .filter(|import| import.addr.is_some_and(|start| start <= addr && addr < start + import.bytes.max(1)));
         let mut any = false;
-        for import in found {
+        for import in slab.entries.iter_mut().filter_map(|entry| entry.1.as_mut()).filter(|import| import.holds(addr)) {
             any = true;
             if !import.streams.contains(&stream) {
                 import.streams.push(stream);
@@ -260,4 +344,14 @@ impl Imports {
         }
         any
     }
+}
+
+fn released() -> Error {
+    Error::InvalidArgument("no such import: it was released before".to_owned())
+}
+
+fn entry(slab: &mut Slab, handle: u64) -> Option<&mut Option<Import>> {
+    let (index, generation) = (handle as u32, (handle >> 32) as u32);
+    let entry = slab.entries.get_mut(index.checked_sub(1)? as usize)?;
+    (entry.0 == generation).then_some(&mut entry.1)
 }

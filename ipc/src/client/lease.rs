@@ -9,7 +9,7 @@ use millpond_allocator::timeline::Reached;
 use parking_lot::Mutex;
 
 use super::error::Error;
-use crate::control::{Claim, Control, Hold, HoldState, HoldWord, HOLDS_PER_CLIENT};
+use crate::control::{Claim, Control, Hold, HoldState, HoldWord, Look, HOLDS_PER_CLIENT};
 
 /// The producer's own holds are in the lower half of its table; those that others make when they forward are in the upper.
 const FORWARDED: usize = HOLDS_PER_CLIENT / 2;
@@ -58,46 +58,61 @@ impl Leases {
 
     /// Makes a hold for a receiver on bytes of a live block of ours, before any frame that names it leaves.
     pub(super) fn lend(&self, heap: &Arc<Heap>, window: u32, block: u64, claim: (u64, u64), receiver: u8) -> Result<HoldRef, Error> {
+        if let Some(hold) = self.try_lend(heap, window, block, claim, receiver)? {
+            return Ok(hold);
+        }
+        // No place is free: some may be over by now.
+        self.reap();
+        self.try_lend(heap, window, block, claim, receiver)?.ok_or_else(|| {
+            Error::OutOfMemory(format!(
+                "{FORWARDED} values sent by this process are still held by their receivers, which is the most: let go of some there"
+            ))
+        })
+    }
+
+    fn try_lend(
+        &self,
+        heap: &Arc<Heap>,
+        window: u32,
+        block: u64,
+        (offset, bytes): (u64, u64),
+        receiver: u8,
+    ) -> Result<Option<HoldRef>, Error> {
         let mut table = self.table.lock();
         let table = &mut *table;
-        let offset = block - heap.window().base();
-        let lease = match table.by_block.get(&(window, offset)) {
-            Some(lease) => *lease,
+        let start = block - heap.window().base();
+        let known = table.by_block.get(&(window, start)).copied();
+        let lease = match known {
+            Some(lease) => lease,
             None => {
                 let pin = heap.pin(block).ok_or_else(|| Error::Stale(format!("the block at {block:#x} was freed meanwhile")))?;
                 table.next += 1;
                 table.leases.insert(table.next, Lease { heap: heap.clone(), window, pin });
-                table.by_block.insert((window, offset), table.next);
+                table.by_block.insert((window, start), table.next);
                 self.live.store(table.leases.len(), Ordering::Release);
                 table.next
             }
         };
-        let claim = Claim { lease, window, offset: claim.0, bytes: claim.1 };
-        let made = loop {
+        let claim = Claim { lease, window, offset, bytes };
+        loop {
             let index = match table.free.pop() {
                 Some(index) => index,
                 None if (table.used as usize) < FORWARDED => {
                     table.used += 1;
                     table.used - 1
                 }
-                None => break None,
+                None => break,
             };
             raise(self.control.high_hold(self.me), 0, u64::from(index) + 1);
             // A place that a misbehaving peer scribbled on is passed over.
             if let Some(generation) = self.control.hold(self.me, index).and_then(|hold| hold.make(self.me as u8, receiver, claim)) {
-                break Some(HoldRef { producer: self.me, index, generation });
+                return Ok(Some(HoldRef { producer: self.me, index, generation }));
             }
-        };
-        made.ok_or_else(|| {
-            self.end_if_unheld(table, lease);
-            Error::OutOfMemory(format!("{FORWARDED} sends of this process are still held by their receivers: let go of some values there"))
-        })
-    }
-
-    fn end_if_unheld(&self, table: &mut Table, lease: u64) {
-        if !self.collect().contains_key(&lease) {
+        }
+        if known.is_none() {
             self.end(table, lease);
         }
+        Ok(None)
     }
 
     fn end(&self, table: &mut Table, lease: u64) {
@@ -116,19 +131,11 @@ impl Leases {
         own.chain(forwarded).filter_map(|index| Some((index as u32, self.control.hold(self.me, index as u32)?)))
     }
 
-    /// Every hold that is not free, by its lease.
-    fn collect(&self) -> HashMap<u64, Vec<(u32, HoldWord)>> {
-        let mut found: HashMap<u64, Vec<(u32, HoldWord)>> = HashMap::new();
-        for (index, hold) in self.holds() {
-            let word = hold.word();
-            if word.state() != HoldState::Free {
-                found.entry(hold.lease.load(Ordering::Relaxed)).or_default().push((index, word));
-            }
-        }
-        found
+    fn look(&self) -> Look {
+        Look::at(self.holds())
     }
 
-    fn over(&self, index: u32, word: HoldWord) -> bool {
+    fn over(&self, (index, word): (u32, HoldWord)) -> bool {
         word.state() == HoldState::Done && self.control.hold(self.me, index).is_some_and(|hold| done_reached(&self.control, hold))
     }
 
@@ -139,32 +146,20 @@ impl Leases {
         }
         let mut table = self.table.lock();
         let table = &mut *table;
-        let before = self.collect();
-        let all_over = |holds: &Vec<(u32, HoldWord)>| holds.iter().all(|(index, word)| self.over(*index, *word));
-        let any = before.values().flatten().any(|(index, word)| self.over(*index, *word)) || table.leases.len() > before.len();
-        if !any {
+        let before = self.look();
+        if !before.all().any(|hold| self.over(hold)) && table.leases.keys().all(|lease| !before.of(*lease).is_empty()) {
             return;
         }
-        // A holder may have forwarded while we looked: it makes the new hold before it ends its own. Two looks that see the
-        // same are one moment.
-        let after = self.collect();
-        for (lease, holds) in &after {
-            if before.get(lease) == Some(holds) && all_over(holds) {
-                self.end(table, *lease);
-            }
-        }
-        for (index, word) in after.into_values().flatten() {
-            if self.over(index, word)
-                && self.control.hold(self.me, index).is_some_and(|hold| hold.recycle(word))
-                && (index as usize) < FORWARDED
-            {
+        let after = self.look();
+        let over = |lease: &u64| after.steady(&before, *lease).is_some_and(|holds| holds.iter().all(|hold| self.over(*hold)));
+        let ended: Vec<u64> = table.leases.keys().copied().filter(over).collect();
+        ended.into_iter().for_each(|lease| self.end(table, lease));
+        for (index, word) in after.all().filter(|hold| self.over(*hold)) {
+            let free = self.control.hold(self.me, index).is_some_and(|hold| hold.recycle(word));
+            if free && (index as usize) < FORWARDED {
                 table.free.push(index);
             }
         }
-        // Leases whose last hold was recycled in an earlier round, while a younger one was still to be made.
-        let left = self.collect();
-        let unheld: Vec<u64> = table.leases.keys().filter(|lease| !left.contains_key(lease)).copied().collect();
-        unheld.into_iter().for_each(|lease| self.end(table, lease));
     }
 
     /// How many leases there are.
@@ -172,21 +167,33 @@ impl Leases {
         self.live.load(Ordering::Acquire)
     }
 
-    /// Whether every receiver of the block at an address is done; `None`: nobody holds it.
-    pub(super) fn holds_of(&self, window: u32, offset: u64) -> Option<Vec<Option<(u32, u64)>>> {
+    /// What the receivers of a block have still to do: for each, the DONE that it recorded, `None` where it recorded none yet.
+    /// Empty: nobody uses the block any more.
+    pub(super) fn pending(&self, window: u32, offset: u64) -> Vec<Option<(u32, u64)>> {
         let table = self.table.lock();
-        let lease = *table.by_block.get(&(window, offset))?;
-        let holds = self.collect().remove(&lease)?;
-        Some(
-            holds
-                .into_iter()
-                .filter(|(index, word)| !self.over(*index, *word))
-                .map(|(index, word)| match word.state() {
-                    HoldState::Done => self.control.hold(self.me, index).and_then(Hold::done),
-                    _ => None,
-                })
-                .collect(),
-        )
+        let Some(lease) = table.by_block.get(&(window, offset)).copied() else { return Vec::new() };
+        let before = self.look();
+        let after = self.look();
+        let Some(holds) = after.steady(&before, lease) else { return vec![None] };
+        let pending = holds.iter().filter(|hold| !self.over(**hold));
+        pending
+            .map(|(index, word)| match word.state() {
+                HoldState::Done => self.control.hold(self.me, *index).and_then(Hold::done),
+                _ => None,
+            })
+            .collect()
+    }
+
+    /// Ends what a dead client holds of ours. For when there is no owner any more to do it.
+    pub(super) fn end_holds_of(&self, dead: u32) {
+        for (_, hold) in self.holds() {
+            let word = hold.word();
+            let making = word.state() == HoldState::Making && u32::from(word.sender()) == dead;
+            let held = matches!(word.state(), HoldState::InFlight | HoldState::Held) && u32::from(word.receiver()) == dead;
+            if making || held || word.is_ticket_of(dead) {
+                hold.bury(word);
+            }
+        }
     }
 }
 
@@ -216,17 +223,27 @@ pub(super) fn forward(control: &Control, me: u32, mine: HoldRef, claim: (u64, u6
     if word.generation() != mine.generation || word.state() != HoldState::Held || u32::from(word.receiver()) != me {
         return Err(stale());
     }
-    let window = u32::try_from(own.window.load(Ordering::Relaxed)).map_err(|_| stale())?;
-    let claim = Claim { lease: own.lease.load(Ordering::Relaxed), window, offset: claim.0, bytes: claim.1 };
+    let claim = Claim { offset: claim.0, bytes: claim.1, ..own.claim().ok_or_else(stale)? };
+    let made = place_forwarded(control, me, mine.producer, claim, receiver)?;
+    // Another thread may have let go of our own meanwhile, and the producer of the bytes.
+    if !own.confirm(mine.generation, me as u8) {
+        cancel(control, made);
+        return Err(stale());
+    }
+    Ok(made)
+}
+
+/// Makes a hold in the upper half of a producer's table, in a free place.
+pub(super) fn place_forwarded(control: &Control, me: u32, producer: u32, claim: Claim, receiver: u8) -> Result<HoldRef, Error> {
     let start = (me as usize).wrapping_mul(127) % 64;
     for step in 0..HOLDS_PER_CLIENT - FORWARDED {
         let place = (start + step) % (HOLDS_PER_CLIENT - FORWARDED);
         let index = (FORWARDED + place) as u32;
-        let Some(hold) = control.hold(mine.producer, index) else { break };
+        let Some(hold) = control.hold(producer, index) else { break };
         // The mark goes up before the hold can be seen, so that the producer's look reaches it.
-        raise(control.high_hold(mine.producer), 32, place as u64 + 1);
+        raise(control.high_hold(producer), 32, place as u64 + 1);
         if let Some(generation) = hold.make(me as u8, receiver, claim) {
-            return Ok(HoldRef { producer: mine.producer, index, generation });
+            return Ok(HoldRef { producer, index, generation });
         }
     }
     Err(Error::OutOfMemory("too many forwarded values are held by their receivers".to_owned()))

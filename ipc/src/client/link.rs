@@ -1,7 +1,7 @@
 //! The client's connection to its owner: calls and answers, by one thread that reads.
 
 use std::collections::HashMap;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, OwnedFd};
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::Sender;
@@ -14,6 +14,8 @@ use rustix::net::{connect, shutdown, socket_with, AddressFamily, Shutdown, Socke
 use super::error::Error;
 use crate::wire::{send_frame, Answer, Ask, FrameError, FrameReader, FromClient, FromOwner, Hello, Request, Welcome};
 
+/// The longest that anything is waited for.
+pub(super) const LONGEST: Duration = Duration::from_secs(366 * 24 * 3600);
 /// How long a frame to the owner may take. The owner always reads.
 const SEND_TIMEOUT: Duration = Duration::from_secs(5);
 
@@ -37,8 +39,31 @@ pub(super) struct Link {
 
 #[derive(Debug, Default)]
 struct Pending {
-    waiting: HashMap<u64, ()>,
+    waiting: HashMap<u64, Awaited>,
     answers: HashMap<u64, (Answer, Vec<OwnedFd>)>,
+}
+
+/// What is to happen to an answer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Awaited {
+    /// Somebody waits for it.
+    Yes,
+    /// Nobody does any more; chunks that it grants are given back.
+    Grant,
+    /// Nobody does any more; chunks that it names are not mapped.
+    Import,
+    /// Nobody does any more.
+    No,
+}
+
+impl Awaited {
+    const fn abandoned(call: &Request) -> Self {
+        match call {
+            Request::Grow { .. } => Self::Grant,
+            Request::Import { .. } => Self::Import,
+            _ => Self::No,
+        }
+    }
 }
 
 /// What the tender is told.
@@ -92,6 +117,15 @@ impl Link {
         }
     }
 
+    /// Whether nobody listens at an owner's address any more. A connection may also have ended because the owner cut it off.
+    pub(super) fn nobody_at(path: &Path) -> bool {
+        use rustix::io::Errno;
+        let Ok(address) = address(path) else { return false };
+        let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+        let Ok(socket) = socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None) else { return false };
+        matches!(connect(&socket, &address), Err(Errno::CONNREFUSED | Errno::NOENT | Errno::NOTDIR))
+    }
+
     pub(super) fn is_dead(&self) -> bool {
         self.dead.load(Ordering::Acquire)
     }
@@ -115,32 +149,49 @@ impl Link {
         self.send(&FromClient::Answered { ask_id, bytes })
     }
 
-    /// Asks and waits.
+    /// Asks and waits; a refusal is an error.
     pub(super) fn call(&self, call: Request, timeout: Duration) -> Result<(Answer, Vec<OwnedFd>), Error> {
+        match self.ask(call, timeout)? {
+            (Answer::Refused { reason, message, .. }, _) => Err(Error::from_refusal(reason, message)),
+            answered => Ok(answered),
+        }
+    }
+
+    /// Asks and waits for whatever the answer is.
+    pub(super) fn ask(&self, call: Request, timeout: Duration) -> Result<(Answer, Vec<OwnedFd>), Error> {
         let call_id = self.next.fetch_add(1, Ordering::Relaxed);
-        self.pending.lock().waiting.insert(call_id, ());
+        let abandoned = Awaited::abandoned(&call);
+        self.pending.lock().waiting.insert(call_id, Awaited::Yes);
         if let Err(error) = self.send(&FromClient::Call { call_id, call }) {
             self.pending.lock().waiting.remove(&call_id);
             return Err(error);
         }
-        let deadline = Instant::now() + timeout;
+        let deadline = Instant::now() + timeout.min(LONGEST);
         let mut pending = self.pending.lock();
         loop {
             if let Some((answer, fds)) = pending.answers.remove(&call_id) {
-                return match answer {
-                    Answer::Refused { reason, message, .. } => Err(Error::from_refusal(reason, message)),
-                    answer => Ok((answer, fds)),
-                };
+                return Ok((answer, fds));
             }
             if self.is_dead() {
                 pending.waiting.remove(&call_id);
                 return Err(Error::OwnerDied);
             }
             if self.answered.wait_until(&mut pending, deadline).timed_out() && !pending.answers.contains_key(&call_id) {
-                pending.waiting.remove(&call_id);
+                pending.waiting.insert(call_id, abandoned);
                 return Err(Error::Timeout(format!("the owner did not answer within {} ms", timeout.as_millis())));
             }
         }
+    }
+
+    /// What an answer that comes too late leaves to be done.
+    fn late(&self, awaited: Awaited, answer: Answer) {
+        let Answer::Granted { chunks } = answer else { return };
+        let epochs = chunks.iter().map(|chunk| chunk.epoch).collect();
+        let _ = match awaited {
+            Awaited::Grant => self.tell(Request::Release { epochs }),
+            Awaited::Import => self.tell(Request::Unmapped { epochs }),
+            Awaited::Yes | Awaited::No => Ok(()),
+        };
     }
 
     /// Reads until the owner is gone. The body of the reader's thread.
@@ -151,10 +202,17 @@ impl Link {
                 FromOwner::Answer { call_id, answer, fds } => {
                     let fds = reader.take_fds(fds)?;
                     let mut pending = self.pending.lock();
-                    // An answer that nobody waits for any more: its descriptors close here.
-                    if pending.waiting.remove(&call_id).is_some() {
-                        pending.answers.insert(call_id, (answer, fds));
-                        self.answered.notify_all();
+                    match pending.waiting.remove(&call_id) {
+                        Some(Awaited::Yes) => {
+                            pending.answers.insert(call_id, (answer, fds));
+                            self.answered.notify_all();
+                        }
+                        // Its descriptors close here.
+                        Some(awaited) => {
+                            drop(pending);
+                            self.late(awaited, answer);
+                        }
+                        None => {}
                     }
                 }
                 FromOwner::Ask { ask_id, ask, fds } => {
@@ -180,9 +238,5 @@ impl Link {
     /// Ends the connection; the reader's thread ends with it.
     pub(super) fn close(&self) {
         let _ = shutdown(&self.socket, Shutdown::Both);
-    }
-
-    pub(super) fn socket(&self) -> BorrowedFd<'_> {
-        self.socket.as_fd()
     }
 }

@@ -7,7 +7,9 @@ mod import;
 mod lease;
 mod link;
 mod tend;
+mod ticket;
 mod transfer;
+mod wake;
 
 pub use channel::Channel;
 pub use error::Error;
@@ -15,12 +17,13 @@ pub use lease::HoldRef;
 pub use transfer::{Incoming, Message, Outgoing, ReceiveOptions};
 
 use std::collections::HashMap;
+use std::os::fd::OwnedFd;
 use std::path::PathBuf;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64};
 use std::sync::mpsc::Sender;
 use std::sync::{Arc, OnceLock};
 use std::thread::JoinHandle;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use millpond_allocator::driver::{Addr, DeviceId, DeviceInfo, Driver, Platform, Stream};
 use millpond_allocator::heap::Heap;
@@ -30,10 +33,15 @@ use parking_lot::Mutex;
 use crate::control::{Control, LAYOUT, MAX_CLIENTS, TIMELINES_PER_CLIENT};
 use crate::ledger::Ledger;
 use crate::wire::{Answer, DeviceGrant, Hello, Peer, Request, Role, Welcome, PROTOCOL};
+use channel::Office;
 use device::{Device, Platforms, Shared};
 use import::Imports;
 use lease::Leases;
 use link::{Link, Notice};
+use wake::Wake;
+
+/// How long leaving waits for streams that still use what was let go of.
+const PARTING: Duration = Duration::from_millis(200);
 
 /// Where bytes are, as the caller names it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -139,7 +147,13 @@ pub struct Client {
     /// Device by GPU ordinal, asked of the driver at first use.
     by_ordinal: OnceLock<Vec<Option<usize>>>,
     imports: Imports,
+    office: Arc<Office>,
+    /// Whose the windows of others are: (device, client).
     windows: Mutex<HashMap<u32, (u32, Peer)>>,
+    /// Pidfds of those that this client imports from, by serial: for when there is no owner any more.
+    pidfds: Mutex<HashMap<u64, OwnedFd>>,
+    /// Set when the owner is gone.
+    wake: Mutex<Option<Wake>>,
     host_waits: bool,
     /// What has been done so far.
     pub counters: Counters,
@@ -169,6 +183,7 @@ impl Client {
             Shared { link: Arc::new(link), control: control.clone(), leases, slots, platforms: Arc::new(Platforms::default()), me };
         let devices = welcome.devices.iter().map(|grant| Device::new(grant.clone(), shared.clone())).collect::<Result<_, _>>()?;
         let client = Arc::new(Self {
+            office: Arc::new(Office::new(control.clone(), me)),
             imports: Imports::new(control, me),
             shared,
             welcome,
@@ -176,6 +191,8 @@ impl Client {
             devices,
             by_ordinal: OnceLock::new(),
             windows: Mutex::default(),
+            pidfds: Mutex::default(),
+            wake: Mutex::default(),
             host_waits: options.host_waits,
             counters: Counters::default(),
             notices: Mutex::default(),
@@ -192,8 +209,16 @@ impl Client {
         if self.is_forked() {
             return;
         }
+        // What was let go of is done soon, where its streams are.
+        let until = Instant::now() + PARTING;
+        while self.imports.any_parting() && Instant::now() < until {
+            self.tick_devices();
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        self.shared.leases.reap();
         for opened in self.devices.iter().filter_map(Device::if_open) {
             opened.heap.trim(u64::MAX);
+            opened.drop_unused(|window, chunk| self.imports.uses(window, chunk, None));
         }
         let _ = self.shared.link.call(Request::Detach, Duration::from_secs(2));
         if let Some(notices) = self.notices.lock().take() {
@@ -333,9 +358,11 @@ impl Client {
     fn channel(&self, request: Request, timeout: Duration) -> Result<Channel, Error> {
         self.check_alive()?;
         // The owner's own time-out comes first and says more.
-        let (answer, fds) = self.shared.link.call(request, timeout + Duration::from_secs(2))?;
+        let (answer, fds) = self.shared.link.call(request, timeout.saturating_add(Duration::from_secs(2)))?;
         match (answer, fds.into_iter().next()) {
-            (Answer::Channel { peer }, Some(socket)) if (peer.client as usize) < MAX_CLIENTS => Ok(Channel::new(socket, peer)),
+            (Answer::Channel { peer }, Some(socket)) if (peer.client as usize) < MAX_CLIENTS => {
+                Ok(Channel::new(socket, peer, self.office.clone()))
+            }
             (answer, _) => Err(Error::unexpected(&answer)),
         }
     }
@@ -367,26 +394,24 @@ impl Client {
             let peer = Peer { client: self.shared.me, serial: self.welcome.serial, name: "self".to_owned(), pid: self.pid };
             return Ok((own.grant.index, peer));
         }
-        let (device, peer, _pidfd) = device::window_owner(&self.shared.link, window)?;
+        let (device, peer, pidfd) = device::window_owner(&self.shared.link, window)?;
+        if peer.client as usize >= MAX_CLIENTS {
+            return Err(Error::Protocol(format!("the owner says that window {window} is client {}'s", peer.client)));
+        }
+        if let Some(pidfd) = pidfd {
+            self.pidfds.lock().insert(peer.serial, pidfd);
+        }
         self.windows.lock().insert(window, (device, peer.clone()));
         Ok((device, peer))
     }
+}
 
-    /// Ends the holds of frames that a broken channel will never deliver.
-    fn drop_unread(&self, sender: u32) {
-        use crate::control::HoldState;
-        for producer in 0..MAX_CLIENTS as u32 {
-            let used = self.shared.control.high_hold(producer).map_or(0, |high| high.load(Ordering::Acquire));
-            if used == 0 {
-                continue;
-            }
-            for hold in self.shared.control.holds(producer).unwrap_or_default() {
-                let word = hold.word();
-                if word.state() == HoldState::InFlight && u32::from(word.sender()) == sender && u32::from(word.receiver()) == self.shared.me
-                {
-                    hold.bury(word);
-                }
-            }
+impl Drop for Client {
+    fn drop(&mut self) {
+        if !self.is_forked() {
+            // The threads' own ends: the reader's socket, the tender's queue.
+            self.shared.link.close();
+            drop(self.notices.get_mut().take());
         }
     }
 }

@@ -6,11 +6,14 @@ use std::sync::{Arc, Weak};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use super::device::Device;
+use millpond_allocator::driver::CuResult;
+use millpond_allocator::timeline::Word;
+
+use super::device::{Device, Opened};
 use super::error::Error;
 use super::link::Notice;
 use super::{Client, OnOwnerDeath};
-use crate::wire::{Ask, FrameReader};
+use crate::wire::{Ask, FrameReader, Peer, Request};
 
 /// Between beats when nothing is going on.
 const IDLE: Duration = Duration::from_millis(200);
@@ -62,12 +65,13 @@ fn tend(client: &Weak<Client>, notices: &Receiver<Notice>, on_owner_death: OnOwn
             Ok(Notice::Soon) => {
                 client.nudged.store(false, Ordering::Release);
                 pause = PARTING;
-                continue;
             }
-            Err(RecvTimeoutError::Timeout) => {
-                pause = client.tick();
-                ticked = Instant::now();
-            }
+            Err(RecvTimeoutError::Timeout) => {}
+        }
+        // However many notices come, ticks are not put off.
+        if ticked.elapsed() >= pause {
+            pause = client.tick();
+            ticked = Instant::now();
         }
     }
 }
@@ -86,16 +90,37 @@ impl Client {
         if let Some(beat) = self.shared.control.beat(self.shared.me) {
             beat.store(now_ms(), Ordering::Relaxed);
         }
+        // A nudge that found the queue busy got lost.
+        self.nudged.store(false, Ordering::Release);
         self.shared.leases.reap();
+        self.tick_devices();
+        let alone = self.attend_wake();
+        match (self.imports.any_parting(), self.shared.leases.len()) {
+            (true, _) => PARTING,
+            (false, 0) if !alone => IDLE,
+            (false, _) => LENT,
+        }
+    }
+
+    pub(super) fn tick_devices(&self) {
         for opened in self.devices.iter().filter_map(Device::if_open) {
+            self.probe(&opened);
             self.imports.tick(&opened);
+            opened.tick(|window, chunk| self.imports.uses(window, chunk, None));
             opened.heap.tick();
             opened.heap.set_leased_in(self.imports.bytes_on(opened.index));
         }
-        match (self.imports.any_parting(), self.shared.leases.len()) {
-            (true, _) => PARTING,
-            (false, 0) => IDLE,
-            (false, _) => LENT,
+    }
+
+    /// Says once that a context is dead: nothing that this process was to signal on it ever will be.
+    fn probe(&self, opened: &Opened) {
+        let Err(error) = opened.probe() else { return };
+        if !error.result().is_some_and(CuResult::is_sticky) || opened.faulted.swap(true, Ordering::AcqRel) {
+            return;
+        }
+        tracing::error!(%error, "this process's context is dead");
+        if self.shared.link.tell(Request::Faulted { device: opened.index }).is_err() {
+            self.shared.control.timelines(self.shared.me).unwrap_or_default().iter().for_each(Word::poison);
         }
     }
 
@@ -106,21 +131,24 @@ impl Client {
                 self.device_at(*device).ok().and_then(Device::if_open).map_or(0, |opened| opened.heap.trim(*bytes))
             }
             Ask::Revoke { window, epochs } => {
-                let uses = |chunk: &_| self.imports.uses(*window, chunk);
+                let uses = |chunk: &_| self.imports.uses(*window, chunk, None);
                 self.devices.iter().filter_map(Device::if_open).map(|opened| opened.revoke(*window, epochs, uses)).sum()
             }
-            Ask::Died { peer } => {
-                self.imports.died(peer.client);
-                self.windows.lock().retain(|_, (_, owner)| owner.serial != peer.serial);
-                return;
-            }
+            Ask::Died { peer } => return self.peer_died(peer),
             Ask::Goodbye => return,
         };
         let _ = self.shared.link.answer(id, bytes);
     }
 
-    /// Nobody will poison timelines any more: what is not ready yet and comes from a process that is gone never will be.
-    fn owner_died(&self) {
-        tracing::warn!("the owner has ended: this process goes on with the memory that it has");
+    fn peer_died(&self, peer: &Peer) {
+        self.imports.died(peer.client);
+        self.pidfds.lock().remove(&peer.serial);
+        let mut gone = Vec::new();
+        self.windows.lock().retain(|window, (_, owner)| {
+            let dead = owner.serial == peer.serial;
+            gone.extend(dead.then_some(*window));
+            !dead
+        });
+        self.devices.iter().filter_map(Device::if_open).for_each(|opened| opened.died(&gone));
     }
 }

@@ -5,16 +5,19 @@ use std::sync::atomic::Ordering;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use millpond_allocator::driver::{Addr, DeviceInfo, Stream};
-use millpond_allocator::timeline::{Reached, Signal};
+use millpond_allocator::driver::{Addr, DeviceInfo, Stream, StreamId};
+use millpond_allocator::timeline::{Reached, Signal, TimelineError};
 use serde_json::value::RawValue;
 
-use super::channel::{Channel, Descriptor, Frame, NOWHERE};
-use super::device::{Device, Opened};
+use super::channel::{Channel, Descriptor, Frame, Kind, NOWHERE};
+use super::device::{Device, Opened, Range};
 use super::error::Error;
-use super::import::Import;
+use super::import::{Claimed, Import};
 use super::lease::{cancel, forward, HoldRef};
+use super::link::LONGEST;
 use super::{Client, Place};
+use crate::control::TIMELINES_PER_CLIENT;
+use crate::wire::Peer;
 
 /// A tensor to be sent.
 #[derive(Debug, Clone, Copy)]
@@ -70,7 +73,7 @@ pub struct ReceiveOptions<'a> {
 }
 
 /// What a send has done so far, to be undone if it fails.
-struct Draft<'a> {
+pub(super) struct Draft<'a> {
     client: &'a Client,
     holds: Vec<HoldRef>,
     signals: Vec<Signal>,
@@ -80,8 +83,40 @@ struct Draft<'a> {
     copied_bytes: u64,
 }
 
-impl Draft<'_> {
-    fn abandon(self) {
+impl<'a> Draft<'a> {
+    fn new(client: &'a Client, tensors: usize) -> Self {
+        Self {
+            client,
+            holds: Vec::with_capacity(tensors),
+            signals: Vec::new(),
+            of_stream: HashMap::new(),
+            tensors: Vec::with_capacity(tensors),
+            copied: Vec::new(),
+            copied_bytes: 0,
+        }
+    }
+
+    /// The message as it goes out.
+    pub(super) fn frame(&mut self, tree: Box<RawValue>) -> Frame {
+        Frame {
+            kind: Kind::Message,
+            tree,
+            ready: self.signals.iter().map(|signal| (signal.timeline, signal.value)).collect(),
+            tensors: std::mem::take(&mut self.tensors),
+        }
+    }
+
+    /// It has left: the copies belong to their leases alone.
+    pub(super) fn sent(self, tensors: usize) {
+        self.free_copies();
+        let counters = &self.client.counters;
+        counters.sent_messages.fetch_add(1, Ordering::Relaxed);
+        counters.sent_tensors.fetch_add(tensors as u64, Ordering::Relaxed);
+        counters.copied_tensors.fetch_add(self.copied.len() as u64, Ordering::Relaxed);
+        counters.copied_bytes.fetch_add(self.copied_bytes, Ordering::Relaxed);
+    }
+
+    pub(super) fn abandon(self) {
         self.holds.iter().for_each(|hold| cancel(&self.client.shared.control, *hold));
         self.free_copies();
         self.client.shared.leases.reap();
@@ -119,41 +154,29 @@ impl Client {
         tensors: &[Outgoing],
         timeout: Option<Duration>,
     ) -> Result<Vec<bool>, Error> {
-        self.check_alive()?;
-        let mut draft = Draft {
-            client: self,
-            holds: Vec::with_capacity(tensors.len()),
-            signals: Vec::new(),
-            of_stream: HashMap::new(),
-            tensors: Vec::with_capacity(tensors.len()),
-            copied: Vec::new(),
-            copied_bytes: 0,
-        };
-        let copied = match self.draft(&mut draft, channel.peer().client, tensors) {
-            Ok(copied) => copied,
-            Err(error) => {
-                draft.abandon();
-                return Err(error);
-            }
-        };
-        let frame = Frame {
-            tree,
-            ready: draft.signals.iter().map(|signal| (signal.timeline, signal.value)).collect(),
-            tensors: std::mem::take(&mut draft.tensors),
-        };
+        let (mut draft, copied) = self.drafted(channel.peer().client, tensors)?;
+        let frame = draft.frame(tree);
         let sent =
             serde_json::to_vec(&frame).map_err(|error| Error::Internal(error.to_string())).and_then(|body| channel.send(&body, timeout));
         if let Err(error) = sent {
             draft.abandon();
             return Err(error);
         }
-        draft.free_copies();
-        let counters = &self.counters;
-        counters.sent_messages.fetch_add(1, Ordering::Relaxed);
-        counters.sent_tensors.fetch_add(tensors.len() as u64, Ordering::Relaxed);
-        counters.copied_tensors.fetch_add(draft.copied.len() as u64, Ordering::Relaxed);
-        counters.copied_bytes.fetch_add(draft.copied_bytes, Ordering::Relaxed);
+        draft.sent(tensors.len());
         Ok(copied)
+    }
+
+    /// Everything of a message but its way: holds for the receiver, signals, copies.
+    pub(super) fn drafted(&self, receiver: u32, tensors: &[Outgoing]) -> Result<(Draft<'_>, Vec<bool>), Error> {
+        self.check_alive()?;
+        let mut draft = Draft::new(self, tensors.len());
+        match self.draft(&mut draft, receiver, tensors) {
+            Ok(copied) => Ok((draft, copied)),
+            Err(error) => {
+                draft.abandon();
+                Err(error)
+            }
+        }
     }
 
     fn draft(&self, draft: &mut Draft<'_>, receiver: u32, tensors: &[Outgoing]) -> Result<Vec<bool>, Error> {
@@ -183,8 +206,8 @@ impl Client {
             let signal = match draft.of_stream.get(&key) {
                 Some(signal) => *signal,
                 None => {
-                    let signal = opened.timelines.signal(stream)?;
-                    self.imports.part_with(opened.index, opened.driver.stream_id(stream)?, || Some(signal));
+                    let id = opened.driver.stream_id(stream)?;
+                    let signal = self.signal(&opened, stream, self.imports.claim(opened.index, id))?;
                     let at = draft.signal(signal);
                     draft.of_stream.insert(key, at);
                     at
@@ -213,7 +236,7 @@ impl Client {
         let opened = device.open()?;
         match opened.locate(tensor.addr) {
             Some((window, _)) if window != opened.window => {
-                let (_, import) = self.imports.find(tensor.addr).ok_or_else(|| {
+                let import = self.imports.find(tensor.addr).ok_or_else(|| {
                     Error::Stale(format!("{:#x} lies in another process's window, but nothing there is held here any more", tensor.addr))
                 })?;
                 return self.pass_on(draft, &import, tensor, receiver);
@@ -223,7 +246,7 @@ impl Client {
                     .heap
                     .block_at(tensor.addr)
                     .ok_or_else(|| Error::InvalidArgument(format!("{:#x} is in no live block of the arena", tensor.addr)))?;
-                if tensor.addr + tensor.bytes > block + block_bytes {
+                if (tensor.addr - block).checked_add(tensor.bytes).is_none_or(|end| end > block_bytes) {
                     return Err(Error::InvalidArgument(format!(
                         "{} bytes at {:#x} reach beyond their block of {block_bytes} at {block:#x}",
                         tensor.bytes, tensor.addr
@@ -240,6 +263,8 @@ impl Client {
                 self.copy_in(&opened, copy, tensor, stream)?;
                 let offset = copy - opened.heap.window().base();
                 self.lend(draft, &opened, copy, (offset, tensor.bytes), tensor, receiver)?;
+                // The copy is queued, whoever wrote its source.
+                return Ok((!opened.driver.is_host() || tensor.stream.is_some()).then_some((opened, stream)));
             }
         }
         Ok(tensor.stream.map(|stream| (opened, stream)))
@@ -276,12 +301,17 @@ impl Client {
         tensor: &Outgoing,
         receiver: u8,
     ) -> Result<Option<(Arc<Opened>, Stream)>, Error> {
-        let (offset, bytes) = match (tensor.addr, import.addr) {
+        if import.lost {
+            return Err(died(import));
+        }
+        let inside = |addr: Addr| {
+            let at = addr.checked_sub(import.addr?)?;
+            at.checked_add(tensor.bytes).filter(|end| *end <= import.bytes).map(|_| at)
+        };
+        let (offset, bytes) = match (tensor.addr, inside(tensor.addr)) {
             (0, _) => (import.offset, import.bytes),
-            (addr, Some(start)) if addr >= start && addr + tensor.bytes <= start + import.bytes => {
-                (import.offset + (addr - start), tensor.bytes)
-            }
-            (addr, _) => {
+            (_, Some(at)) => (import.offset + at, tensor.bytes),
+            (addr, None) => {
                 return Err(Error::InvalidArgument(format!(
                     "{} bytes at {addr:#x} are not part of the value that is forwarded",
                     tensor.bytes
@@ -296,7 +326,7 @@ impl Client {
         // The range may touch fewer chunks than the import.
         let epochs = match (import.epochs.len(), import.addr) {
             (0 | 1, _) | (_, None) => import.epochs.clone(),
-            _ => self.device_at(import.device)?.open()?.epochs_in(import.window, offset, bytes),
+            _ => self.device_at(import.device)?.open()?.epochs_in(import.window, offset, bytes, import.read_only),
         };
         draft.tensors.push(Descriptor {
             window: import.window,
@@ -305,7 +335,7 @@ impl Client {
             epochs,
             hold: (hold.producer, hold.index, hold.generation),
             ready,
-            read_only: tensor.read_only,
+            read_only: tensor.read_only || import.read_only,
         });
         // If our streams may have written it, they too must be done first.
         let Some(stream) = tensor.stream.filter(|_| import.addr.is_some()) else { return Ok(None) };
@@ -329,23 +359,17 @@ impl Client {
     /// [`Error::PeerDied`] for one that never got ready. Nothing of a failed message stays held.
     pub fn receive(&self, channel: &Channel, options: &ReceiveOptions<'_>) -> Result<Message, Error> {
         self.check_alive()?;
-        let frame = match channel.receive(options.timeout) {
-            Ok(frame) => frame,
-            Err(error) => {
-                if matches!(error, Error::Closed(_) | Error::Protocol(_)) {
-                    self.drop_unread(channel.peer().client);
-                }
-                return Err(error);
-            }
-        };
+        let frame = channel.receive(options.timeout)?;
+        self.taken_up(frame, options, channel.peer())
+    }
+
+    /// The message that a frame is; where one of its values is refused, all are let go.
+    pub(super) fn taken_up(&self, frame: Frame, options: &ReceiveOptions<'_>, sender: &Peer) -> Result<Message, Error> {
         let mut tensors = Vec::with_capacity(frame.tensors.len());
-        let result = self.take_up(&frame, options, &channel.peer().name, &mut tensors);
-        if let Err(error) = result {
+        if let Err(error) = self.take_up(&frame, options, sender, &mut tensors) {
             tensors.iter().for_each(|tensor| drop(self.release(tensor.import)));
-            for descriptor in frame.tensors.iter().skip(tensors.len()) {
-                let (producer, index, generation) = descriptor.hold;
-                self.imports.finish(HoldRef { producer, index, generation }, None);
-            }
+            // Those that were taken up are left alone by this.
+            frame.tensors.iter().for_each(|descriptor| self.imports.decline(descriptor.hold()));
             return Err(error);
         }
         self.counters.received_messages.fetch_add(1, Ordering::Relaxed);
@@ -353,34 +377,37 @@ impl Client {
         Ok(Message { tree: frame.tree, tensors })
     }
 
-    fn take_up(&self, frame: &Frame, options: &ReceiveOptions<'_>, sender: &str, tensors: &mut Vec<Incoming>) -> Result<(), Error> {
+    fn take_up(&self, frame: &Frame, options: &ReceiveOptions<'_>, sender: &Peer, tensors: &mut Vec<Incoming>) -> Result<(), Error> {
         for descriptor in &frame.tensors {
             if descriptor.window == NOWHERE {
                 tensors.push(Incoming { addr: 0, bytes: 0, import: 0, place: Place::Host, read_only: false });
                 continue;
             }
-            let (device, _) = self.window(descriptor.window)?;
+            let (device, producer) = self.window(descriptor.window)?;
             let device = self.device_at(device)?;
-            let ready = descriptor.ready.iter().map(|number| {
-                let found = frame.ready.get(*number as usize).map(|(timeline, value)| Signal { timeline: *timeline, value: *value });
-                found.filter(|signal| self.shared.control.timeline(signal.timeline).is_some())
-            });
-            let ready = ready
-                .collect::<Option<Vec<_>>>()
-                .ok_or_else(|| Error::Protocol("a value names a signal that the message does not have".to_owned()))?;
-            let (producer, index, generation) = descriptor.hold;
+            if descriptor.hold.0 != producer.client {
+                return Err(Error::Protocol(format!("{} sent a value whose hold is in another client's table", sender.name)));
+            }
+            if descriptor.offset.checked_add(descriptor.bytes).is_none_or(|end| end > device.grant.window_bytes) {
+                return Err(Error::Protocol(format!(
+                    "{} sent bytes {} to {}+{} of a window of {} bytes",
+                    sender.name, descriptor.offset, descriptor.offset, descriptor.bytes, device.grant.window_bytes
+                )));
+            }
+            let (ready, lost) = self.not_ready(frame, descriptor, sender)?;
             let import = Import {
-                hold: HoldRef { producer, index, generation },
+                hold: descriptor.hold(),
                 window: descriptor.window,
                 device: device.grant.index,
                 offset: descriptor.offset,
                 bytes: descriptor.bytes,
                 epochs: descriptor.epochs.clone(),
                 ready,
+                read_only: descriptor.read_only,
                 addr: None,
                 streams: Vec::new(),
-                died_ready: None,
-                sender: sender.to_owned(),
+                lost,
+                sender: sender.name.clone(),
             };
             let handle = self.imports.add(import)?;
             let place = if device.is_host() { Place::Host } else { Place::Device(device.id) };
@@ -397,37 +424,69 @@ impl Client {
         Ok(())
     }
 
+    /// The signals of a value that are not reached yet, and whether one never will be.
+    fn not_ready(&self, frame: &Frame, descriptor: &Descriptor, sender: &Peer) -> Result<(Vec<Signal>, bool), Error> {
+        let (mut left, mut lost) = (Vec::new(), false);
+        for number in &descriptor.ready {
+            let (timeline, value) = frame.ready.get(*number as usize).copied().ok_or_else(|| {
+                Error::Protocol(format!("{} sent a value that names signal {number} of {}", sender.name, frame.ready.len()))
+            })?;
+            let word =
+                self.shared.control.timeline(timeline).ok_or_else(|| {
+                    Error::Protocol(format!("{} sent a signal of timeline {timeline}, which does not exist", sender.name))
+                })?;
+            // A sender that died long ago: what its timelines say now may be another client's.
+            let slot = timeline / TIMELINES_PER_CLIENT as u32;
+            let row = self.shared.control.client(slot).and_then(|cell| cell.read());
+            let another = slot == sender.client && row.is_some_and(|row| row.serial != sender.serial);
+            match word.reached(value) {
+                _ if another => lost = true,
+                Reached::Yes => {}
+                Reached::Never => lost = true,
+                Reached::No => left.push(Signal { timeline, value }),
+            }
+        }
+        Ok((left, lost))
+    }
+
     /// Maps an import, if it is not, and makes a stream wait for READY; without a stream, or with `wait`, this thread waits.
     ///
     /// # Errors
     /// [`Error::PeerDied`] if READY never comes, [`Error::Stale`], [`Error::Timeout`].
     pub fn open_import(&self, handle: u64, stream: Option<Stream>, wait: bool, timeout: Option<Duration>) -> Result<Addr, Error> {
         let import = self.imports.with(handle, |import| import.clone())?;
-        if import.died_ready == Some(false) {
+        if import.lost {
             return Err(died(&import));
         }
         let opened = self.device_at(import.device)?.open()?;
         let addr = match import.addr {
             Some(addr) => addr,
-            None => opened.resolve(import.window, import.offset, import.bytes, &import.epochs)?,
+            None => {
+                let Import { window, offset, bytes, read_only, .. } = import;
+                let range = Range { window, offset, bytes, epochs: &import.epochs, read_only };
+                opened.resolve(range, |chunk| self.imports.uses(window, chunk, Some(handle)))?
+            }
         };
         // On every import: the same block may have been sent again with new contents.
         let on_cpu = wait || stream.is_none() || self.host_waits;
-        for signal in import.ready.iter().filter(|_| import.died_ready.is_none()) {
+        let until = deadline(timeout);
+        for signal in &import.ready {
             match stream {
                 Some(stream) if !on_cpu => match opened.timelines.wait(stream, *signal) {
-                    Err(millpond_allocator::timeline::TimelineError::Dead(_)) => return Err(died(&import)),
+                    Err(TimelineError::Dead(_)) => return Err(died(&import)),
                     result => result?,
                 },
-                _ => {
-                    self.await_signal(*signal, timeout)
-                        .map_err(|error| if matches!(error, Error::PeerDied(_)) { died(&import) } else { error })?
-                }
+                _ => self
+                    .await_until(*signal, until)
+                    .map_err(|error| if matches!(error, Error::PeerDied(_)) { died(&import) } else { error })?,
             }
         }
-        let id = stream.map(|stream| opened.driver.stream_id(stream)).transpose()?;
+        let id = stream.map(|stream| opened.identify(stream)).transpose()?;
         self.imports.with(handle, |import| {
             import.addr = Some(addr);
+            if on_cpu {
+                import.ready.clear();
+            }
             if let Some(id) = id.filter(|id| !import.streams.contains(id)) {
                 import.streams.push(id);
             }
@@ -439,10 +498,19 @@ impl Client {
     }
 
     /// Queues the DONE of what was let go of on this stream, now that somebody hands it to us.
-    fn part(&self, opened: &Opened, stream: Stream, id: millpond_allocator::driver::StreamId) {
-        if self.imports.wants_signal(opened.index, id) {
-            self.imports.part_with(opened.index, id, || opened.timelines.signal(stream).ok());
+    fn part(&self, opened: &Opened, stream: Stream, id: StreamId) {
+        let claimed = self.imports.claim(opened.index, id);
+        if !claimed.is_empty() {
+            // Under capture, say, it cannot be now: another time.
+            let _ = self.signal(opened, stream, claimed);
         }
+    }
+
+    /// Queues a signal, which is the DONE of what was claimed before it.
+    fn signal(&self, opened: &Opened, stream: Stream, claimed: Claimed) -> Result<Signal, TimelineError> {
+        let signal = opened.timelines.signal(stream);
+        self.imports.part(claimed, signal.as_ref().ok().copied());
+        signal
     }
 
     /// Blocks until a value is what was sent.
@@ -451,13 +519,13 @@ impl Client {
     /// [`Error::PeerDied`], [`Error::Timeout`].
     pub fn import_ready(&self, handle: u64, timeout: Option<Duration>) -> Result<(), Error> {
         let import = self.imports.with(handle, |import| import.clone())?;
-        match import.died_ready {
-            Some(true) => Ok(()),
-            Some(false) => Err(died(&import)),
-            None => import.ready.iter().try_for_each(|signal| {
-                self.await_signal(*signal, timeout).map_err(|error| if matches!(error, Error::PeerDied(_)) { died(&import) } else { error })
-            }),
+        if import.lost {
+            return Err(died(&import));
         }
+        let deadline = deadline(timeout);
+        import.ready.iter().try_for_each(|signal| {
+            self.await_until(*signal, deadline).map_err(|error| if matches!(error, Error::PeerDied(_)) { died(&import) } else { error })
+        })
     }
 
     /// Lets go of an import. Never blocks, never calls the driver; DONE follows on the GPU's time.
@@ -465,11 +533,11 @@ impl Client {
     /// # Errors
     /// [`Error::InvalidArgument`] for one that was released before.
     pub fn release(&self, handle: u64) -> Result<(), Error> {
-        if handle == 0 {
+        // In a forked child it is the parent's, which still uses it.
+        if handle == 0 || self.is_forked() {
             return Ok(());
         }
-        let parting = self.imports.release(handle, |import| !import.streams.is_empty())?;
-        if parting {
+        if self.imports.release(handle)? {
             self.nudge();
         }
         Ok(())
@@ -480,8 +548,9 @@ impl Client {
     /// # Errors
     /// What the driver says of the stream.
     pub fn record_import_stream(&self, addr: Addr, place: Place, stream: Stream) -> Result<bool, Error> {
+        self.check_alive()?;
         let opened = self.device(place)?.open()?;
-        Ok(self.imports.record_stream(addr, opened.driver.stream_id(stream)?))
+        Ok(self.imports.record_stream(addr, opened.identify(stream)?))
     }
 
     /// Waits until every receiver of the block at an address is done with it: the stream on the GPU, and without one, or where
@@ -490,28 +559,24 @@ impl Client {
     /// # Errors
     /// [`Error::Timeout`].
     pub fn wait_done(&self, addr: Addr, place: Place, stream: Option<Stream>, timeout: Option<Duration>) -> Result<(), Error> {
+        self.check_alive()?;
         let opened = self.device(place)?.open()?;
         let Some((block, _)) = opened.heap.block_at(addr) else { return Ok(()) };
         let offset = block - opened.heap.window().base();
-        let deadline = timeout.map(|t| Instant::now() + t);
+        let deadline = deadline(timeout);
         let mut pause = Pause::default();
         loop {
-            let Some(holds) = self.shared.leases.holds_of(opened.window, offset) else { return Ok(()) };
-            if let Some(done) = holds.iter().copied().collect::<Option<Vec<_>>>() {
-                for (timeline, value) in done {
+            let pending = self.shared.leases.pending(opened.window, offset);
+            if let Some(done) = pending.into_iter().collect::<Option<Vec<_>>>() {
+                return done.into_iter().try_for_each(|(timeline, value)| {
                     let signal = Signal { timeline, value };
-                    match stream {
-                        Some(stream) => match opened.timelines.wait(stream, signal) {
-                            Ok(()) | Err(millpond_allocator::timeline::TimelineError::Dead(_)) => {}
-                            Err(error) => return Err(error.into()),
-                        },
-                        None => match self.await_signal(signal, deadline.map(|at| at.saturating_duration_since(Instant::now()))) {
-                            Ok(()) | Err(Error::PeerDied(_)) => {}
-                            Err(error) => return Err(error),
-                        },
-                    }
-                }
-                return Ok(());
+                    let waited = match stream.filter(|_| !self.host_waits) {
+                        Some(stream) => opened.timelines.wait(stream, signal).map_err(Error::from),
+                        None => self.await_until(signal, deadline),
+                    };
+                    // Of a receiver that died nothing runs any more.
+                    waited.or_else(|error| if matches!(error, Error::PeerDied(_)) { Ok(()) } else { Err(error) })
+                });
             }
             if !pause.wait(deadline) {
                 return Err(Error::Timeout("a receiver still holds the block".to_owned()));
@@ -524,11 +589,12 @@ impl Client {
     /// # Errors
     /// As [`Client::open_import`].
     pub fn open_on(&self, handle: u64, stream: Stream, wait: bool) -> Result<Incoming, Error> {
-        let (device, bytes) = self.imports.with(handle, |import| (import.device, import.bytes))?;
+        self.check_alive()?;
+        let (device, bytes, read_only) = self.imports.with(handle, |import| (import.device, import.bytes, import.read_only))?;
         let device = self.device_at(device)?;
         let (place, stream) = if device.is_host() { (Place::Host, None) } else { (Place::Device(device.id), Some(stream)) };
         let addr = self.open_import(handle, stream, wait, None)?;
-        Ok(Incoming { addr, bytes, import: handle, place, read_only: false })
+        Ok(Incoming { addr, bytes, import: handle, place, read_only })
     }
 
     /// Notes that a stream uses whatever of ours is at an address: a block, an import, or nothing.
@@ -536,13 +602,14 @@ impl Client {
     /// # Errors
     /// What the driver says of the stream.
     pub fn record_anywhere(&self, addr: Addr, stream: Stream) -> Result<(), Error> {
+        self.check_alive()?;
         for opened in self.devices.iter().filter_map(Device::if_open) {
             match opened.locate(addr) {
                 Some((window, _)) if window == opened.window && !self.imports.holds_own(addr) => {
                     opened.heap.record_stream(addr, stream).map(|_| ())?
                 }
                 Some(_) => {
-                    self.imports.record_stream(addr, opened.driver.stream_id(stream)?);
+                    self.imports.record_stream(addr, opened.identify(stream)?);
                 }
                 None => {}
             }
@@ -555,6 +622,10 @@ impl Client {
     /// # Errors
     /// [`Error::InvalidArgument`] for an address that is no live block.
     pub fn free(&self, addr: Addr) -> Result<(), Error> {
+        // In a forked child it is the parent's.
+        if self.is_forked() {
+            return Ok(());
+        }
         let heap = self
             .devices
             .iter()
@@ -575,8 +646,9 @@ impl Client {
         self.wait_done(addr, Place::Device(device.id), stream, timeout)
     }
 
-    fn await_signal(&self, signal: Signal, timeout: Option<Duration>) -> Result<(), Error> {
-        let deadline = timeout.map(|t| Instant::now() + t);
+    /// Waits on the CPU. If nobody is left who could signal, the owner's poison ends this, or where there is no owner, the
+    /// tender's.
+    fn await_until(&self, signal: Signal, deadline: Option<Instant>) -> Result<(), Error> {
         let word =
             self.shared.control.timeline(signal.timeline).ok_or_else(|| Error::Protocol(format!("no timeline {}", signal.timeline)))?;
         let mut pause = Pause::default();
@@ -591,6 +663,11 @@ impl Client {
             }
         }
     }
+}
+
+/// When a time-out is over; `None`: never.
+fn deadline(timeout: Option<Duration>) -> Option<Instant> {
+    timeout.map(|timeout| Instant::now() + timeout.min(LONGEST))
 }
 
 fn died(import: &Import) -> Error {

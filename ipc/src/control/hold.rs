@@ -1,6 +1,6 @@
 //! Holds: one receiver's claim on a lease, changed by one compare-and-swap.
 
-use std::sync::atomic::{AtomicU64, Ordering};
+use super::atomic::{AtomicU64, Ordering};
 
 /// Where a hold is in its life. It only moves forward; a new life begins under a new generation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -62,6 +62,12 @@ impl HoldWord {
         (self.0 >> 16) as u8
     }
 
+    /// Whether it is a ticket of this client that nobody has taken up.
+    #[must_use]
+    pub const fn is_ticket_of(self, client: u32) -> bool {
+        matches!(self.state(), HoldState::InFlight) && self.receiver() == Self::ANYBODY && self.sender() as u32 == client
+    }
+
     /// The same life in another state.
     #[must_use]
     pub const fn with_state(self, state: HoldState) -> Self {
@@ -108,6 +114,13 @@ pub struct Claim {
 }
 
 impl Hold {
+    /// A hold that nobody ever made, of words that the caller makes: for tests, since the real ones lie in shared memory.
+    #[doc(hidden)]
+    #[must_use]
+    pub fn zeroed(word: impl Fn() -> AtomicU64) -> Self {
+        Self { word: word(), lease: word(), window: word(), offset: word(), bytes: word(), done_timeline: word(), done_value: word() }
+    }
+
     /// The word as it is now.
     #[must_use]
     pub fn word(&self) -> HoldWord {
@@ -143,6 +156,12 @@ impl Hold {
             && self.swap(word, word.with_state(HoldState::Held))
     }
 
+    /// Whether the receiver holds it still. A write, so that whoever ends the hold later has seen what was done before this.
+    pub fn confirm(&self, generation: u32, receiver: u8) -> bool {
+        let word = self.word();
+        word.generation() == generation && word.state() == HoldState::Held && word.receiver() == receiver && self.swap(word, word)
+    }
+
     /// In flight or held → done, by the receiver. `done`: its timeline and value, `None` if nothing is queued on the bytes.
     pub fn finish(&self, generation: u32, receiver: u8, done: Option<(u32, u64)>) -> bool {
         let word = self.word();
@@ -157,6 +176,16 @@ impl Hold {
             self.done_timeline.store(u64::from(timeline) + 1, Ordering::Relaxed);
         }
         self.swap(word, word.with_state(HoldState::Done))
+    }
+
+    /// In flight → done, by the receiver, for a frame that it will never use. A hold that was taken up is left alone: another
+    /// frame may name it again, but only the one that took it may end it.
+    pub fn decline(&self, generation: u32, receiver: u8) -> bool {
+        let word = self.word();
+        word.generation() == generation
+            && word.state() == HoldState::InFlight
+            && word.receiver() == receiver
+            && self.swap(word, word.with_state(HoldState::Done))
     }
 
     /// Ends a life on behalf of the dead: whatever state it is in, it is done, with nothing queued.
@@ -176,6 +205,26 @@ impl Hold {
             && word.state() == HoldState::InFlight
             && word.receiver() == HoldWord::ANYBODY
             && self.swap(word, word.with_receiver(receiver))
+    }
+
+    /// Whether it still stands for anybody. A write, for the same reason as in [`Hold::confirm`].
+    pub fn confirm_open(&self, generation: u32) -> bool {
+        let word = self.word();
+        word.generation() == generation
+            && word.state() == HoldState::InFlight
+            && word.receiver() == HoldWord::ANYBODY
+            && self.swap(word, word)
+    }
+
+    /// What the hold is on. `None` for a window number that none can have.
+    #[must_use]
+    pub fn claim(&self) -> Option<Claim> {
+        Some(Claim {
+            lease: self.lease.load(Ordering::Relaxed),
+            window: u32::try_from(self.window.load(Ordering::Relaxed)).ok()?,
+            offset: self.offset.load(Ordering::Relaxed),
+            bytes: self.bytes.load(Ordering::Relaxed),
+        })
     }
 
     /// DONE, where one was recorded.

@@ -7,6 +7,14 @@
 mod cell;
 mod hold;
 mod layout;
+mod sweep;
+
+/// Where [`hold`] takes its atomics from: a test that includes that file gives it a model checker's.
+mod atomic {
+    pub(super) use std::sync::atomic::{AtomicU64, Ordering};
+}
+
+pub(crate) use sweep::Look;
 
 pub use cell::Cell;
 pub use hold::{Claim, Hold, HoldState, HoldWord};

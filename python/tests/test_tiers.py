@@ -1,0 +1,213 @@
+"""By which tier values cross, counted and said; the GPU tier's canary, over a stand-in for GPU memory."""
+
+import contextlib
+import ctypes
+import logging
+import os
+import subprocess
+import sys
+import threading
+
+import pytest
+
+import millpond
+from conftest import HERE, native
+from millpond import _dtypes, _leaves, _memory, _ref, _streams, _tree, canary
+
+WORKER = os.path.join(HERE, "worker_main.py")
+
+
+class Gpu:
+    """GPU probes over memory that only claims to be a GPU's."""
+
+    spoil = None
+
+    def probes(self):
+        memory = _memory.block(64, 0)
+        ctypes.memmove(memory.address, bytes(range(64)), 64)
+        return {"all": _ref.Ref(memory, 0, _dtypes.lookup("uint8"), (64,), None, "r")}
+
+    def check(self, values):
+        got = ctypes.string_at(values["all"]._memory.address or values["all"]._memory._open(0, 0) or values["all"]._memory.address, 64)
+        if self.spoil == "raise":
+            raise RuntimeError("an illegal memory access was encountered")
+        return {"all": "its bytes differ"} if self.spoil or got != bytes(range(64)) else {}
+
+
+@pytest.fixture
+def gpu(monkeypatch, pair):
+    """Two ends of a channel, GPU memory that is a stand-in, and a thread that reads at the far end."""
+    backend = Gpu()
+    monkeypatch.setattr(canary, "gpu_backend", lambda: backend)
+    monkeypatch.setattr(canary, "GPU_PATIENCE", 5.0)
+    monkeypatch.setattr(_streams, "gpus", lambda: 1)
+    hosted = []
+
+    def host(e, ref):
+        data = ctypes.string_at(ref._memory.address, ref.nbytes)
+        e.out.hosted += 1
+        e.out.falls.append((None, len(data)))
+        hosted.append(data)
+        return _tree._bytes(e, data * 32, 0)
+
+    monkeypatch.setattr(_leaves, "hosted_reference", host)
+    near, far = pair
+    got = []
+    reader = threading.Thread(target=lambda: got.extend(far.recv(timeout=8, lazy=True) for _ in range(2)), daemon=True)
+    yield backend, near, far, got, reader
+    reader.join(20)
+
+
+def value(number=7):
+    memory = _memory.block(100, 0)
+    ctypes.memset(memory.address, number, 100)
+    return _ref.Ref(memory, 0, _dtypes.lookup("uint8"), (100,), None, "r")
+
+
+def test_the_gpu_tier_is_proved_at_the_first_gpu_value_and_not_before(gpu):
+    _, near, far, got, reader = gpu
+    reader.start()
+    near.send("no GPU here")
+    assert near._gpu.state is None and far._gpu.state is None
+    near.send(value())
+    reader.join(20)
+    assert near._gpu.state is True and far._gpu.state is True, "both sides know"
+    assert got[0] == "no GPU here" and isinstance(got[1], _ref.Ref)
+
+
+@pytest.mark.parametrize("spoil", ["bytes", "raise"])
+def test_a_gpu_tier_that_corrupts_is_off_for_this_connection_said_once_and_work_goes_on(gpu, caplog, spoil):
+    backend, near, far, got, reader = gpu
+    backend.spoil = spoil
+    reader.start()
+    with caplog.at_level(logging.INFO):
+        near.send(value(1))
+        near.send(value(2))
+        reader.join(20)
+    assert near._gpu.state is False and far._gpu.state is False
+    assert [bytes(g) for g in got] == [b"\1" * 3200, b"\2" * 3200], "the values came, by host memory"
+    assert near.tiers["host"] == 2
+    said = [r for r in caplog.records if "failed its canary" in r.getMessage()]
+    assert len([r for r in said if "to b:" in r.getMessage()]) == 1, "once for the values"
+    assert all(r.levelno == logging.WARNING for r in said)
+    assert any("failed its canary" in reason for reason in millpond.tiers.falls())
+
+
+def test_a_peer_that_does_not_receive_delays_nothing_and_gets_the_values_by_host_memory(gpu, monkeypatch):
+    _, near, far, got, reader = gpu
+    monkeypatch.setattr(canary, "GPU_PATIENCE", 0.05)
+    near.send(value(3))
+    assert near._gpu.state is None and near.tiers["host"] == 1
+    assert "not answered" in near._gpu.reason
+    reader.start()
+    near.send("x")
+    reader.join(20)
+    near.send(value(4))
+    assert near._gpu.state is True and near.tiers["arena"] + near.tiers["copy"] >= 1
+    assert isinstance(far.recv(timeout=5, lazy=True), _ref.Ref)
+
+
+def test_a_side_without_cuda_only_passes_values_on(gpu, monkeypatch):
+    _, near, far, got, reader = gpu
+    reader.start()
+    monkeypatch.setattr(canary, "gpu_backend", lambda: None)
+    near.send(value())
+    near.send(value())
+    reader.join(20)
+    assert near._gpu.state == "blind" and all(isinstance(g, _ref.Ref) for g in got)
+
+
+# On the host driver, between two processes.
+
+np = pytest.importorskip("numpy")
+
+
+@pytest.fixture(scope="module")
+def arena():
+    with millpond.Arena(limit="256MiB", driver="host") as arena:
+        yield arena
+
+
+@contextlib.contextmanager
+def worker(arena, name):
+    process = subprocess.Popen([sys.executable, WORKER], env=arena.worker_env(name))
+    with arena.accept(timeout=30) as conn:
+        yield conn
+    process.wait(20)
+
+
+@pytest.fixture(scope="module")
+def conn(arena):
+    with worker(arena, "tiers") as conn:
+        yield conn
+
+
+@native
+def test_tiers_are_counted(conn):
+    before = conn.tiers
+    own = millpond.empty((64, 64), "float32")
+    own[...] = 1
+    other = np.ones((64, 64), "float32")
+    conn.call("hash", own, timeout=30)
+    conn.call("hash", other, timeout=30)
+    conn.call("echo", [b"small", np.float32(2), "text"], timeout=30)
+    after = conn.tiers
+    assert {k: after[k] - before[k] for k in after} == {"arena": 1, "copy": 1, "host": 0, "inline": 2}
+    assert millpond.counters()["tiers"]["copy"] >= 1
+
+
+@native
+def test_a_fall_is_said_once_with_its_reason(arena, caplog):
+    with worker(arena, "told") as conn, caplog.at_level(logging.INFO, logger="millpond"):
+        big = np.ones(1 << 20, "float32")
+        for _ in range(3):
+            conn.call("hash", big, timeout=30)
+        said = [r for r in caplog.records if "was copied into it" in r.getMessage()]
+        assert len(said) == 1 and said[0].levelno == logging.WARNING and "told" in said[0].getMessage()
+        assert sum(millpond.counters()["falls"].values()) >= 3
+
+
+class ArrayLike:
+    """Memory by the array interface."""
+
+    def __init__(self, array):
+        self.array = array
+        self.__array_interface__ = array.__array_interface__
+
+
+class HandsOver:
+    """What hands itself over by DLPack and nothing else."""
+
+    def __init__(self, array):
+        self.array = array
+
+    def __dlpack__(self, **kwargs):
+        return self.array.__dlpack__(**kwargs)
+
+    def __dlpack_device__(self):
+        return self.array.__dlpack_device__()
+
+
+@native
+@pytest.mark.parametrize("kind", [ArrayLike, HandsOver])
+def test_arrays_of_other_libraries_cross(conn, kind):
+    if kind is ArrayLike:
+        ArrayLike.__array_interface__ = None  # found by the class, as numpy's is
+    array = np.arange(24, dtype="int32").reshape(4, 6)[:, ::2]
+    back = conn.call("echo", {"a": kind(array)}, timeout=30)["a"]
+    assert type(back) is np.ndarray and (back == array).all() and back.dtype == array.dtype
+
+
+@native
+def test_what_is_sent_twice_shares_its_memory_on_the_other_side(conn):
+    array = np.zeros((4, 4), "float32")
+    first, second, view = conn.call("echo", [array, array, array[1:]], timeout=30)
+    first[1, 0] = 5
+    assert second[1, 0] == 5 and view[0, 0] == 5
+
+
+def test_a_cycle_is_refused_with_its_path(pair):
+    value = {"a": [1, {"b": None}]}
+    value["a"][1]["b"] = value["a"]
+    with pytest.raises(millpond.CannotCross, match=r'out\["a"\]\[1\]\["b"\] cannot cross: it contains itself: it is out\["a"\]'):
+        pair[0].send(value)
