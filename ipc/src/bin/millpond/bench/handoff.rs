@@ -4,7 +4,6 @@ use std::time::Instant;
 
 use millpond_ipc::ledger::size;
 use millpond_ipc::wire::Role;
-use serde_json::Map;
 
 use super::party::{text, Owner, Party, Worker, GIB, MIB, PATIENCE};
 use super::sample::Sample;
@@ -14,9 +13,9 @@ pub(super) fn measure(plan: &Plan<'_>) -> Figures {
     let owner = Owner::start(plan, &["--chunk-bytes", "1G"])?;
     let parent = owner.attach("parent", Role::Parent)?;
     let worker = owner.worker(&parent)?;
-    let mut figures = Map::new();
+    let mut figures = Vec::new();
     let count = plan.pick(500, 5000);
-    figures.insert("message without a tensor".to_owned(), round_trips(&parent, &worker, None, count)?.json());
+    figures.push(("message without a tensor".to_owned(), round_trips(&parent, &worker, None, count)?.json()));
     let sizes: &[u64] = if plan.quick { &[MIB, GIB] } else { &[MIB, 64 * MIB, GIB, 6 * GIB] };
     for bytes in sizes {
         let addr = parent.heap.allocate(*bytes, parent.stream).map_err(text)?;
@@ -25,8 +24,8 @@ pub(super) fn measure(plan: &Plan<'_>) -> Figures {
         round_trip(&parent, &worker, Some((addr, *bytes)))?;
         let mut first = Sample::new()?;
         first.add(start.elapsed());
-        figures.insert(format!("{} there and back, first", size(*bytes)), first.json());
-        figures.insert(format!("{} there and back", size(*bytes)), round_trips(&parent, &worker, Some((addr, *bytes)), count)?.json());
+        figures.push((format!("{} there and back, first", size(*bytes)), first.json()));
+        figures.push((format!("{} there and back", size(*bytes)), round_trips(&parent, &worker, Some((addr, *bytes)), count)?.json()));
         parent.heap.free(addr).map_err(text)?;
     }
     Ok(figures)

@@ -5,7 +5,6 @@ use std::time::{Duration, Instant};
 use millpond_ipc::client::{Client, Options};
 use millpond_ipc::control::MAX_CLIENTS;
 use millpond_ipc::observer::Observer;
-use serde_json::Map;
 
 use super::party::{text, Owner};
 use super::sample::Sample;

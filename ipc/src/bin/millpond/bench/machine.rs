@@ -3,18 +3,24 @@
 use std::fs::read_to_string;
 use std::process::Command;
 
-use serde_json::{Map, Value};
+use serde_json::Value;
 
-/// The commit that this program was built from, where whoever built it said so.
+/// The commit that this program was built from, where whoever built it said so; else the source tree that it was built in is asked.
 const COMMIT: Option<&str> = option_env!("MILLPOND_COMMIT");
 
-pub(super) fn header(driver: &str) -> Map<String, Value> {
-    let mut header = Map::new();
+pub(super) fn header(driver: &str) -> Vec<(String, Value)> {
+    let mut header = Vec::new();
     let mut put = |key: &str, value: Option<Value>| {
-        header.insert(key.to_owned(), value.unwrap_or(Value::Null));
+        header.push((key.to_owned(), value.unwrap_or(Value::Null)));
     };
     put("millpond", Some(env!("CARGO_PKG_VERSION").into()));
-    put("commit", COMMIT.map(str::to_owned).or_else(|| said("git", &["rev-parse", "--short", "HEAD"])).map(Into::into));
+    put(
+        "commit",
+        COMMIT
+            .map(str::to_owned)
+            .or_else(|| said("git", &["-C", env!("CARGO_MANIFEST_DIR"), "rev-parse", "--short", "HEAD"]))
+            .map(Into::into),
+    );
     put("build", Some(if cfg!(debug_assertions) { "debug: figures of a release build are lower" } else { "release" }.into()));
     put("cores", std::thread::available_parallelism().ok().map(|cores| cores.get().into()));
     put("cpu", field("/proc/cpuinfo", "model name").map(Into::into));

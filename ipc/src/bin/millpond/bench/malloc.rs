@@ -5,7 +5,6 @@ use std::time::{Duration, Instant};
 
 use millpond_ipc::ledger::size;
 use millpond_ipc::wire::Role;
-use serde_json::Map;
 
 use super::party::{text, Owner, Party, GIB, KIB, MIB};
 use super::sample::{clock, Sample};
@@ -17,17 +16,17 @@ const LIVE: usize = 1000;
 pub(super) fn measure(plan: &Plan<'_>) -> Figures {
     let owner = Owner::start(plan, &[])?;
     let party = owner.attach("parent", Role::Parent)?;
-    let mut figures = Map::new();
-    figures.insert("the clock, in each figure".to_owned(), clock()?);
+    let mut figures = Vec::new();
+    figures.push(("the clock, in each figure".to_owned(), clock()?));
     for threads in [1, 8] {
         for bytes in [KIB, MIB, 64 * MIB] {
             let name = format!("{} pair, {threads} thread{}", size(bytes), if threads == 1 { "" } else { "s" });
-            figures.insert(name, pairs(&party, threads, bytes, plan.pick(10_000, 100_000))?.json());
+            figures.push((name, pairs(&party, threads, bytes, plan.pick(10_000, 100_000))?.json()));
         }
     }
     let (free, malloc) = mixed(&party, plan.pick(50_000, 500_000))?;
-    figures.insert(format!("malloc, {LIVE} live, 512 B to 4 MiB"), malloc.json());
-    figures.insert(format!("free, {LIVE} live, 512 B to 4 MiB"), free.json());
+    figures.push((format!("malloc, {LIVE} live, 512 B to 4 MiB"), malloc.json()));
+    figures.push((format!("free, {LIVE} live, 512 B to 4 MiB"), free.json()));
     Ok(figures)
 }
 

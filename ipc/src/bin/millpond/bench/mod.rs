@@ -106,7 +106,7 @@ impl Plan<'_> {
 }
 
 /// Figures of one part by name, or what was wrong.
-type Figures = Result<Map<String, Value>, String>;
+type Figures = Result<Vec<(String, Value)>, String>;
 
 fn measure(part: Part, plan: &Plan<'_>) -> Figures {
     match part {
@@ -146,7 +146,7 @@ pub(crate) fn run(args: &Args) -> ExitCode {
                     println!("\n{name}");
                     figures.iter().for_each(|(name, value)| println!("  {}", sample::line(name, value)));
                 }
-                found.insert(name, figures.into());
+                found.insert(name, Map::from_iter(figures).into());
             }
             Err(error) => {
                 eprintln!("millpond: bench {name}: {error}");
@@ -156,7 +156,7 @@ pub(crate) fn run(args: &Args) -> ExitCode {
     }
     let ok = failed.is_empty();
     if args.json {
-        println!("{}", json!({ "machine": machine, "quick": args.quick, "figures": found, "failed": failed }));
+        println!("{}", json!({ "machine": Map::from_iter(machine), "quick": args.quick, "figures": found, "failed": failed }));
     }
     if ok {
         ExitCode::SUCCESS

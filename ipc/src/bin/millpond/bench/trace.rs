@@ -4,7 +4,7 @@ use std::fmt::Write as _;
 
 use millpond_allocator::heap::HeapConfig;
 use millpond_allocator::replay::{parse, read, replay, Event, HEADER};
-use serde_json::{json, Map, Value};
+use serde_json::{json, Value};
 
 use super::party::text;
 use super::{Figures, Plan};
@@ -18,9 +18,9 @@ pub(super) fn measure(plan: &Plan<'_>) -> Figures {
     if traces.is_empty() {
         traces.push(("steps of layers, made up".to_owned(), parse(&made_up(plan.pick(20, 200))).map_err(text)?));
     }
-    let mut figures = Map::new();
+    let mut figures = Vec::new();
     for (name, events) in traces {
-        figures.insert(name, one(&events)?);
+        figures.push((name, one(&events)?));
     }
     Ok(figures)
 }
