@@ -143,6 +143,36 @@ def read_ledger(socket, key=None):
     return typed(_native.control("read_ledger", socket=str(socket), key=key or os.environ.get("MILLPOND_KEY")))
 
 
+def draw(segments, width=100, page=None, lines=4):
+    """A heap as text, a character a page: `#` live blocks, `+` partly live, `~` freed but still in use by streams or
+    receivers, `.` free. `page`: default 2 MiB, or as much as makes a chunk `lines` lines."""
+    if not segments:
+        return "no chunks\n"
+    page = page or 2 << 20
+    while max(s["total_size"] for s in segments) > page * width * lines:
+        page *= 2
+    free = [b["size"] for s in segments for b in s["blocks"] if b["state"] == "inactive"]
+    total, used = sum(s["total_size"] for s in segments), sum(s["allocated_size"] for s in segments)
+    scattered = 1 - max(free) / sum(free) if free else 0.0
+    text = f"{size(used)} allocated of {size(total)} in {len(segments)} chunks, {size(page)} a character, "
+    text += f"free: {len(free)} pieces, the largest {size(max(free, default=0))}, {scattered:.0%} scattered\n"
+    for segment in segments:
+        pages = -(-segment["total_size"] // page)
+        live, parting = [0] * pages, [0] * pages
+        for block in segment["blocks"]:
+            if block["state"] != "inactive":
+                counts = live if block["state"] == "active_allocated" else parting
+                start = block["address"] - segment["address"]
+                for n in range(start // page, -(-(start + block["size"]) // page)):
+                    counts[n] += min(start + block["size"], (n + 1) * page) - max(start, n * page)
+        row = ""
+        for n in range(pages):
+            whole = min(page, segment["total_size"] - n * page)
+            row += "#" if live[n] == whole else "+" if live[n] else "~" if parting[n] else "."
+        text += "".join(f"  {row[n : n + width]}\n" for n in range(0, len(row), width))
+    return text
+
+
 _nesting = threading.local()
 
 

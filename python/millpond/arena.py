@@ -140,6 +140,11 @@ class Arena:
         self._check()
         return _ledger.ledger()
 
+    def map(self, device=None, width=100, page=None):
+        """This process's own heap on a device as text, a character a page: what lies in each of its chunks."""
+        self._check()
+        return _ledger.draw(_native.control("snapshot", device=_session.device_ordinal(device)), width, page)
+
     def scope(self, name, device=None):
         """Peaks and counts of a `with` block: see `millpond._ledger.Scope`."""
         self._check()

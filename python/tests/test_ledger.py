@@ -45,6 +45,19 @@ def test_what_is_not_there_is_named():
     assert not hasattr(ledger, "nothing")
 
 
+def test_a_heap_is_drawn_a_character_a_page():
+    block = lambda address, size, state: {"address": address, "size": size, "state": state}  # noqa: E731
+    mib = 1 << 20
+    segment = {"address": 1 << 40, "total_size": 11 * mib, "allocated_size": 5 * mib}
+    states = [(0, 4, "active_allocated"), (4, 1, "active_allocated"), (5, 1, "inactive"), (6, 2, "active_awaiting_free"), (8, 3, "inactive")]
+    segment["blocks"] = [block((1 << 40) + at * mib, size * mib, state) for at, size, state in states]
+    text = _ledger.draw([segment])
+    assert text.endswith("\n  ##+~..\n") and "2 pieces, the largest 3.0 MiB, 25% scattered" in text
+    assert _ledger.draw([segment], width=4).endswith("\n  ##+~\n  ..\n")
+    assert _ledger.draw([segment], width=1, lines=2).splitlines()[1:] == ["  +", "  ."]
+    assert _ledger.draw([]) == "no chunks\n"
+
+
 SCOPES = """
 import json, millpond
 with millpond.Arena(limit="512MiB", driver="host") as arena:
@@ -58,6 +71,7 @@ with millpond.Arena(limit="512MiB", driver="host") as arena:
             pass
         left = arena.empty((1 << 20,), "uint8", device="cpu")
         del a
+    assert "2.0 MiB allocated" in arena.map("cpu")
     ledger = arena.ledger()
     seen = millpond.read_ledger(arena.socket, arena._key)
     assert ledger.device().client("parent").allocated == seen.device().client("parent").allocated == 2 << 20

@@ -227,7 +227,9 @@ fn run(op: Op) -> Result<Value> {
             || json!({}),
         )?,
         Op::Snapshot { device } => with_heap(device, stats::segments, || json!([]))?,
-        Op::BeginScope { device } => json!({ "scope": stats::begin_scope(&with_heap(device, |heap| heap.begin_scope(), Default::default)?) }),
+        Op::BeginScope { device } => {
+            json!({ "scope": stats::begin_scope(&with_heap(device, |heap| heap.begin_scope(), Default::default)?) })
+        }
         Op::EndScope { device, scope } => {
             let begin = stats::end_scope(scope).ok_or_else(|| ApiError::argument(format!("no scope {scope}, or it has ended")))?;
             with_heap(device, |heap| Value::Object(stats::counters(&heap.end_scope(&begin))), || json!({}))?

@@ -11,7 +11,7 @@ use millpond_ipc::owner::parse_bytes;
 use serde_json::{json, Value};
 
 const AFTER: &str = "\
-Examples: how much memory a program would have reserved here, and how fast; the worst ratio of many as JSON.
+Example: how much memory a program would have reserved here, and how fast; the worst ratio of many as JSON.
   $ millpond replay training.csv.gz
   $ millpond replay traces/*.csv.gz --json | jq '[.traces[].ratio] | max'
 

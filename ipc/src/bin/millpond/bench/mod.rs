@@ -16,7 +16,7 @@ use clap::{Args as ClapArgs, ValueEnum};
 use serde_json::{json, Map, Value};
 
 const AFTER: &str = "\
-Examples: everything on CPU memory; hand-offs and growth of the first GPU, as JSON.
+Example: everything on CPU memory; hand-offs and growth of the first GPU, as JSON.
   $ millpond bench
   $ millpond bench handoff growth --driver cuda --json > bench.json
 

@@ -75,6 +75,6 @@ mod tests {
         let mut other = Sample::new().unwrap();
         other.merge(&sample).unwrap();
         assert_eq!(other.json(), value);
-        assert!(line("a", &value).starts_with("a   ") && line("a", &value).contains("p99   990."), "{}", line("a", &value));
+        assert!(line("a", &value).starts_with("a   ") && line("a", &value).contains("p99  990."), "{}", line("a", &value));
     }
 }
