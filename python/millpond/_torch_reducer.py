@@ -1,10 +1,7 @@
 """`torch.multiprocessing`: queues and pipes carry arena tensors as offsets. See `millpond.torch.install_reducer`."""
 
-import collections
 import multiprocessing
 import os
-import threading
-import time
 from multiprocessing.reduction import ForkingPickler
 
 import torch
@@ -12,10 +9,8 @@ from torch.multiprocessing import reductions
 
 from . import _native, _session, _tickets, errors
 
-_lock = threading.Lock()
 _installed = False
 _expire = None
-_made = collections.deque()  # (when, ticket)
 _counts = {"tickets": 0, "redeemed": 0, "torch": 0}
 
 
@@ -51,13 +46,8 @@ def _reduce(tensor):
     if tensor.requires_grad and not tensor.is_leaf:
         return reductions.reduce_tensor(tensor)  # says why not
     plain = tensor.detach()
-    text = _tickets.ticket(plain)
+    text = _tickets.kept(plain, _expire)
     _counts["tickets"] += 1
-    if _expire is not None:
-        with _lock:
-            while _made and _made[0][0] + _expire < time.monotonic():
-                _tickets.cancel_ticket(_made.popleft()[1])
-            _made.append((time.monotonic(), text))
     return _rebuild, (text, tensor.requires_grad, type(tensor) is torch.nn.Parameter)
 
 

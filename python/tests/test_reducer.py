@@ -114,7 +114,7 @@ def test_arguments_are_redeemed_before_the_childs_code_runs(arena, tmp_path):
 
 
 def test_what_nobody_takes_is_let_go(arena):
-    from millpond import _torch_reducer as reducer
+    from millpond import _tickets as reducer
 
     millpond.torch.install_reducer(expire=0.0)
     try:

@@ -5,6 +5,8 @@
 //! giving back whole free chunks and growing again, and, last, the same once this stream has run dry. Every step starts from
 //! the lock anew, and none waits for the owner with it held.
 
+use std::time::{Duration, Instant};
+
 use crate::driver::{Addr, Capture};
 use crate::tlsf::{Allocation, GRANULE};
 use crate::window::Chunk;
@@ -14,6 +16,9 @@ use super::{Heap, Inner, Request};
 
 /// A block, with the chunks under it where it is larger than one.
 pub(super) type Found = (Allocation, Vec<Chunk>);
+
+/// How long a malloc that would fail waits for its own stream.
+const DRAIN: Duration = Duration::from_millis(500);
 
 impl Heap {
     #[cold]
@@ -143,22 +148,34 @@ impl Heap {
         None
     }
 
-    /// Waits until this stream has run dry, so that the chunks behind its work can be given back. The last resort before an
-    /// error that would end the program; `false` where it may not wait.
+    /// Waits, with a bound, until this stream has come past this moment, so that the chunks behind its work can be given back.
+    /// The last resort before an error that would end the program; holds no lock; `false` where it may not wait.
     fn drain(&self, request: Request) -> bool {
         if request.capturing || self.any_unmet() {
             return false;
         }
-        {
+        let (stream, mark) = {
             let mut inner = self.inner.lock();
             let place = inner.place(request.id, false);
             let stream = inner.stream_of(place);
+            let mark = inner.streams.mark();
             if inner.streams.record(stream, request.stream).is_err() {
                 return false;
             }
-        }
-        if self.driver.stream_synchronize(request.stream).is_err() {
-            return false;
+            (stream, mark)
+        };
+        let start = Instant::now();
+        for pause in 0.. {
+            let mut inner = self.inner.lock();
+            inner.streams.poll();
+            if inner.streams.done(stream) >= mark {
+                break;
+            }
+            drop(inner);
+            if start.elapsed() > DRAIN {
+                return false;
+            }
+            std::thread::sleep(Duration::from_micros(20 * (pause + 1).min(25)));
         }
         self.glance();
         true
