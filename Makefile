@@ -33,6 +33,7 @@ header:
 	MILLPOND_WRITE_HEADER=1 cargo test -q -p millpond-torch --test header
 
 bench: .venv/.millpond
+	cargo bench -p millpond-benches --locked -- --warm-up-time 1 --measurement-time 2
 	.venv/bin/millpond bench $(ARGS)
 
 .venv/.made:

@@ -205,6 +205,25 @@ mod tests {
     }
 
     #[test]
+    fn the_dashboard_asks_for_what_there_is() {
+        let dashboard: serde_json::Value = serde_json::from_str(include_str!("../../docs/grafana.json")).unwrap();
+        let page = page();
+        // What a machine without NVML does not say.
+        let outside = ["millpond_device_outside_bytes", "millpond_device_free_bytes"];
+        let targets = dashboard["panels"].as_array().unwrap().iter().flat_map(|panel| panel["targets"].as_array().unwrap());
+        let mut asked = 0;
+        for target in targets {
+            for name in target["expr"].as_str().unwrap().split(|c: char| !c.is_alphanumeric() && c != '_') {
+                if name.starts_with("millpond_") && !outside.contains(&name) {
+                    assert!(page.contains(&format!("\n{name}{{")), "{name}");
+                    asked += 1;
+                }
+            }
+        }
+        assert!(asked > 10);
+    }
+
+    #[test]
     fn each_family_is_there_once() {
         let page = page();
         let mut types: Vec<&str> = page.lines().filter(|line| line.starts_with("# TYPE")).collect();

@@ -232,3 +232,46 @@ fn what_is_wrong_is_said_in_one_line() {
     let (code, line) = complaint(&owner.run(&["top"]));
     assert!(code == 1 && line.contains("top needs a terminal") && line.contains("ledger --watch"), "{line}");
 }
+
+#[test]
+fn a_bench_says_where_it_ran_and_what_it_saw() {
+    let output = Command::new(program()).args(["bench", "ledger", "handoff", "reclaim", "--quick", "--json"]).output().unwrap();
+    let value: Value = serde_json::from_str(&text(&output)).unwrap();
+    assert!(value["machine"]["kernel"].is_string() && value["machine"]["cores"].as_u64() > Some(0), "{value}");
+    let figure = &value["figures"]["ledger"]["snapshot of 64 clients"];
+    let at = |key: &str| figure[key].as_u64().unwrap();
+    assert!(at("p50") > 100 && at("p50") <= at("p99") && at("p99") <= at("max") && at("n") == 2000, "{figure}");
+    assert!(value["figures"]["handoff"]["1.00 GiB there and back"]["p50"].as_u64().unwrap() > 100, "{value}");
+    assert_eq!(value["failed"], serde_json::json!({}));
+}
+
+#[test]
+fn what_cannot_run_is_named() {
+    if std::path::Path::new("/dev/nvidiactl").exists() {
+        // With a GPU it runs, and tests/gpu measures it.
+        return;
+    }
+    let output = Command::new(program()).args(["bench", "growth", "--driver", "cuda", "--quick", "--json"]).output().unwrap();
+    assert_eq!(code(&output), 1);
+    let value: Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert!(value["failed"]["growth"].as_str().unwrap().starts_with("no owner: "), "{value}");
+}
+
+#[test]
+fn a_replay_names_the_event_that_failed() {
+    let folder = tempfile::tempdir().unwrap();
+    let (good, bad) = (folder.path().join("good.csv"), folder.path().join("bad.csv"));
+    let head = "Thread,Time,Action,Pointer,Size,Stream\n1,0,allocate,0x1000,1048576,0\n";
+    std::fs::write(&good, format!("{head}1,0,free,0x1000,1048576,0\n")).unwrap();
+    std::fs::write(&bad, format!("{head}1,0,free,0x2000,512,0\n")).unwrap();
+    let run = |args: &[&str]| Command::new(program()).arg("replay").args(args).output().unwrap();
+    let (good, bad) = (good.to_str().unwrap(), bad.to_str().unwrap());
+    assert!(text(&run(&[good])).contains("2 events; 1.0 MiB live at most"));
+    let (code, line) = complaint(&run(&[good, bad]));
+    assert!(code == 1 && line.contains("bad.csv: line 3:") && line.contains("0x2000"), "{line}");
+    let output = run(&[bad, "--json"]);
+    let value: Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert_eq!((output.status.code(), value["traces"][0]["failed"][0]["line"].as_u64()), (Some(1), Some(3)));
+    let (code, line) = complaint(&run(&["/no/such/trace.csv"]));
+    assert!(code == 1 && line.starts_with("millpond: /no/such/trace.csv: No such file"), "{line}");
+}

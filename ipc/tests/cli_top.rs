@@ -123,7 +123,7 @@ struct Owner {
 impl Owner {
     fn start() -> Self {
         let mut command = Command::new(program());
-        command.args(["serve", "--driver", "host", "--host-bytes", "512M", "--json"]).env_remove("MILLPOND_KEY").stdout(Stdio::piped());
+        command.args(["serve", "--driver", "host", "--host-bytes", "4G", "--json"]).env_remove("MILLPOND_KEY").stdout(Stdio::piped());
         let mut child = command.spawn().unwrap();
         let mut line = String::new();
         BufReader::new(child.stdout.take().unwrap()).read_line(&mut line).unwrap();

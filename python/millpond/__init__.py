@@ -14,6 +14,7 @@ conn = millpond.connection(); job = conn.recv()
 
 from . import _native, _ref, _session, tiers
 from ._calls import cancelled, check_cancelled
+from ._ledger import ledger, read_ledger, scope
 from ._ref import Ref
 from ._session import attach, connection, detach
 from ._tickets import cancel_ticket, redeem, ticket
@@ -48,16 +49,6 @@ __version__ = "0.1.0"
 def empty(shape, dtype="float32", device=None, kind=None):
     """A value in this process's own arena memory, unset; for workers and parents alike: see `Arena.empty`."""
     return _ref.empty(shape, dtype, _session.device_ordinal(device), kind)
-
-
-def ledger():
-    """Who holds how much, by device and client; for an attached process."""
-    return _native.control("ledger")
-
-
-def read_ledger(socket, key=None):
-    """The ledger of an owner, without attaching to it."""
-    return _native.control("read_ledger", socket=socket, key=key)
 
 
 def status():

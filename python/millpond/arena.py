@@ -4,7 +4,7 @@ import atexit
 import os
 import re
 
-from . import _native, _owner, _ref, _session, _streams, canary, errors
+from . import _ledger, _native, _owner, _ref, _session, _streams, canary, errors
 from .channel import Channel
 
 _UNITS = {"": 1, "b": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
@@ -138,7 +138,17 @@ class Arena:
     def ledger(self):
         """Who holds how much, by device and client."""
         self._check()
-        return _native.control("ledger")
+        return _ledger.ledger()
+
+    def map(self, device=None, width=100, page=None):
+        """This process's own heap on a device as text, a character a page: what lies in each of its chunks."""
+        self._check()
+        return _ledger.draw(_native.control("snapshot", device=_session.device_ordinal(device)), width, page)
+
+    def scope(self, name, device=None):
+        """Peaks and counts of a `with` block: see `millpond._ledger.Scope`."""
+        self._check()
+        return _ledger.scope(name, device)
 
     def trim(self, device=None):
         """Gives memory that nobody uses back to the device: bytes given."""

@@ -245,7 +245,7 @@ impl Heap {
         if addr == 0 {
             return Ok(());
         }
-        let offset = self.granule(addr).filter(|_| addr % GRANULE == 0).ok_or(HeapError::Foreign { addr })?;
+        let offset = self.granule(addr).filter(|_| addr.is_multiple_of(GRANULE)).ok_or(HeapError::Foreign { addr })?;
         let mut inner = self.inner.lock();
         if !inner.free(offset) {
             return Err(HeapError::Foreign { addr });
@@ -276,7 +276,7 @@ impl Heap {
     /// Keeps the live block at an address from reuse until [`Heap::unpin`], even when it is freed. `None`: no live block starts there.
     #[must_use]
     pub fn pin(&self, addr: Addr) -> Option<Pin> {
-        let offset = self.granule(addr).filter(|_| addr % GRANULE == 0)?;
+        let offset = self.granule(addr).filter(|_| addr.is_multiple_of(GRANULE))?;
         let mut inner = self.inner.lock();
         let index = inner.index.get(offset)?;
         let pin = inner.pin(index)?;

@@ -13,10 +13,10 @@ text{font:13px system-ui,'DejaVu Sans',sans-serif;fill:#1c2127}\
 .edge{stroke:#14181c}.line{stroke:#3b444d}.limit{stroke:#e4e8ec}}";
 
 pub(super) const PAGE: &str = "\
-:root{color-scheme:light dark}body{font:15px/1.5 system-ui,'DejaVu Sans',sans-serif;margin:2rem auto;max-width:1100px;padding:0 1rem;\
+:root{color-scheme:light dark}body{font:15px/1.5 system-ui,'DejaVu Sans',sans-serif;margin:2rem auto;max-width:1140px;padding:0 1rem;\
 color:#1c2127;background:#fff}h1{font-size:1.4rem;margin:0}h2{font-size:1.05rem;margin:1.6rem 0 .4rem}.note{color:#5b6570;font-weight:400;\
 font-size:.85rem}.sheet svg{max-width:100%;height:auto}.wide{overflow-x:auto}table{border-collapse:collapse;font-size:.85rem;\
-font-variant-numeric:tabular-nums;white-space:nowrap}th{font-weight:600}th,td{text-align:right;padding:.25rem .55rem;border-bottom:1px solid #dfe3e7}\
+font-variant-numeric:tabular-nums;white-space:nowrap}th{font-weight:600}th,td{text-align:right;padding:.25rem .48rem;border-bottom:1px solid #dfe3e7}\
 th:first-child,td:first-child,.t{text-align:left}th:first-child,td:first-child{padding-left:0}\
 @media(prefers-color-scheme:dark){body{color:#e4e8ec;background:#14181c}.note{color:#9da7b1}th,td{border-color:#303840}}";
 

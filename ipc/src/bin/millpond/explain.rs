@@ -12,7 +12,7 @@ use serde::Serialize;
 use crate::observe::{devices, Target};
 
 const AFTER: &str = "\
-Examples: could anybody get 6 GiB; could the client named vae, which has a limit of its own.
+Example: could anybody get 6 GiB; could the client named vae, which has a limit of its own.
   $ millpond explain 6GiB
   $ millpond explain 6GiB --client vae --json | jq -r .devices[0].verdict
 

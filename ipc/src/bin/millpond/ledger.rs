@@ -14,7 +14,7 @@ use millpond_ipc::picture::Picture;
 use crate::observe::Target;
 
 const AFTER: &str = "\
-Examples: who holds what of the arena that MILLPOND_SOCKET and MILLPOND_KEY name, now; then once a second, as JSON.
+Example: who holds what of the arena that MILLPOND_SOCKET and MILLPOND_KEY name, now; then once a second, as JSON.
   $ millpond ledger
   $ millpond ledger --watch --json | jq '.devices[0].reserved'
 

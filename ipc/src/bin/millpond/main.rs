@@ -1,6 +1,7 @@
 //! The `millpond` program: an owner by hand, its ledger, a look at the machine, and the demonstration.
 #![deny(unsafe_code)]
 
+mod bench;
 mod demo;
 mod doctor;
 mod exit;
@@ -11,6 +12,7 @@ mod map;
 mod metrics;
 mod observe;
 mod ready;
+mod replay;
 mod serve;
 mod signals;
 mod stress;
@@ -49,6 +51,8 @@ enum Command {
     Explain(explain::Args),
     Map(map::Args),
     Metrics(metrics::Args),
+    Bench(bench::Args),
+    Replay(replay::Args),
     Doctor(doctor::Args),
     Demo(demo::Args),
     Stress(stress::Args),
@@ -73,6 +77,8 @@ fn main() -> ExitCode {
         Command::Top(args) => top::run(&args),
         Command::Map(args) => map::run(&args),
         Command::Explain(args) => explain::run(&args),
+        Command::Bench(args) => bench::run(&args),
+        Command::Replay(args) => replay::run(&args),
         Command::Metrics(args) => metrics::run(&args),
         Command::Doctor(args) => doctor::run(&args),
         Command::Demo(args) => demo::run(&args),

@@ -13,7 +13,7 @@ use millpond_ipc::observer::Observer;
 use crate::observe::Target;
 
 const AFTER: &str = "\
-Examples: what a scrape would see; the same for Prometheus to fetch, beside an owner that already runs.
+Example: what a scrape would see; the same for Prometheus to fetch, beside an owner that already runs.
   $ millpond metrics | grep reserved_bytes
   $ millpond metrics --listen 127.0.0.1:9400 &
   $ curl -s http://127.0.0.1:9400/metrics

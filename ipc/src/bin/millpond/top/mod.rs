@@ -17,6 +17,10 @@ use ratatui::DefaultTerminal;
 use crate::observe::Target;
 
 const AFTER: &str = "\
+Example: at the usual pace; ten times a second.
+  $ millpond top
+  $ millpond top --every-ms 100
+
 Keys:
   s  sort by the next column: reserved, allocated, name, pid    r  the other way round
   d  the next device    arrows  scroll    q  quit
