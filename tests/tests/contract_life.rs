@@ -330,5 +330,8 @@ fn detaching_lets_go_of_what_is_not_in_use() {
     b.ok(&format!("release {i}"));
     arena.settles_at(0);
     b.ok("detach");
+    b.fails("Closed", "alloc 512");
+    b.fails("Closed", "connect a");
+    b.ok("detach");
     eventually("b is gone, though its process is not", || arena.row("b").is_none());
 }

@@ -5,7 +5,7 @@
 
 use std::collections::{HashMap, HashSet};
 use std::os::fd::OwnedFd;
-use std::sync::atomic::AtomicBool;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -73,6 +73,8 @@ pub(super) struct Shared {
     pub(super) slots: Arc<Slots>,
     pub(super) platforms: Arc<Platforms>,
     pub(super) me: u32,
+    /// The client has left: its slot may be another's, so it writes nothing there any more.
+    pub(super) left: Arc<AtomicBool>,
 }
 
 /// The words of the control memory, for [`Timelines`].
@@ -94,12 +96,13 @@ struct Sink {
     control: Arc<Control>,
     me: u32,
     device: u32,
+    left: Arc<AtomicBool>,
 }
 
 impl LiveSink for Sink {
     #[inline]
     fn publish(&self, live: &Live) {
-        if let Some(row) = self.control.live(self.me, self.device) {
+        if let Some(row) = self.control.live(self.me, self.device).filter(|_| !self.left.load(Ordering::Relaxed)) {
             row.write(&LiveRow {
                 allocated: live.allocated + if fault::is(Fault::LedgerSkew) { 512 } else { 0 },
                 peak: live.peak,
@@ -239,7 +242,12 @@ impl Device {
         let timelines = Arc::new(Timelines::new(driver.clone(), memory, self.shared.slots.clone())?);
         let window = Window::reserve(driver.clone(), self.grant.window_bytes, Access::ReadWrite)?;
         let source = Arc::new(Source { shared: self.shared.clone(), device: self.grant.index, window: self.grant.window });
-        let sink = Arc::new(Sink { control: self.shared.control.clone(), me: self.shared.me, device: self.grant.index });
+        let sink = Arc::new(Sink {
+            control: self.shared.control.clone(),
+            me: self.shared.me,
+            device: self.grant.index,
+            left: self.shared.left.clone(),
+        });
         let config = HeapConfig { chunk_bytes: self.grant.chunk_bytes, ..HeapConfig::default() };
         let heap = Arc::new(Heap::new(driver.clone(), window, source, Some(sink), Some(timelines.clone()), config));
         let made = Arc::new(Opened {

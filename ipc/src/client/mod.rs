@@ -20,7 +20,7 @@ pub use transfer::{Incoming, Message, Outgoing, ReceiveOptions};
 use std::collections::HashMap;
 use std::os::fd::OwnedFd;
 use std::path::PathBuf;
-use std::sync::atomic::{AtomicBool, AtomicU64};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::Sender;
 use std::sync::{Arc, OnceLock};
 use std::thread::JoinHandle;
@@ -180,8 +180,15 @@ impl Client {
         let me = welcome.client;
         let leases = Arc::new(Leases::new(control.clone(), me));
         let slots = Arc::new(Slots::new(me * TIMELINES_PER_CLIENT as u32, TIMELINES_PER_CLIENT as u32));
-        let shared =
-            Shared { link: Arc::new(link), control: control.clone(), leases, slots, platforms: Arc::new(Platforms::default()), me };
+        let shared = Shared {
+            link: Arc::new(link),
+            control: control.clone(),
+            leases,
+            slots,
+            platforms: Arc::new(Platforms::default()),
+            me,
+            left: Arc::default(),
+        };
         let devices = welcome.devices.iter().map(|grant| Device::new(grant.clone(), shared.clone())).collect::<Result<_, _>>()?;
         let client = Arc::new(Self {
             office: Arc::new(Office::new(control.clone(), me)),
@@ -207,7 +214,7 @@ impl Client {
 
     /// Leaves. What was lent and is still held stays so: its chunks go to the owner, whole.
     pub fn detach(&self) {
-        if self.is_forked() {
+        if self.is_forked() || self.shared.left.load(Ordering::Acquire) {
             return;
         }
         // What was let go of is done soon, where its streams are.
@@ -222,6 +229,7 @@ impl Client {
             opened.drop_unused(|window, chunk| self.imports.uses(window, chunk, None));
         }
         let _ = self.shared.link.call(Request::Detach, Duration::from_secs(2));
+        self.shared.left.store(true, Ordering::Release);
         if let Some(notices) = self.notices.lock().take() {
             let _ = notices.send(Notice::Stop);
         }
@@ -259,6 +267,9 @@ impl Client {
     fn check_alive(&self) -> Result<(), Error> {
         if self.is_forked() {
             return Err(Error::Forked);
+        }
+        if self.shared.left.load(Ordering::Acquire) {
+            return Err(Error::Closed("this process has detached from its owner".to_owned()));
         }
         Ok(())
     }

@@ -459,6 +459,7 @@ impl Client {
     /// # Errors
     /// [`Error::PeerDied`] if READY never comes, [`Error::Stale`], [`Error::Timeout`].
     pub fn open_import(&self, handle: u64, stream: Option<Stream>, wait: bool, timeout: Option<Duration>) -> Result<Addr, Error> {
+        self.check_alive()?;
         let import = self.imports.with(handle, |import| import.clone())?;
         if import.lost {
             return Err(died(&import));
