@@ -10,19 +10,26 @@ from . import _dtypes, _memory, _native, _ref, _session, _streams, _types, error
 class Received:
     """A message as it came. It holds its imports: dropped without being decoded, it lets them go."""
 
-    __slots__ = ("header", "body", "memories", "sender")
+    __slots__ = ("header", "body", "memories", "sender", "refused")
 
     def __init__(self, text, tensors, sender):
         self.header, self.body = _split(text)
         self.sender = sender
+        self.refused = None
         self.memories = [
             _memory.Memory(handle, _native.KIND_IMPORT, address, nbytes, device, flags)
             for address, nbytes, _, handle, device, flags in tensors
         ]
 
+    def refuse(self, reason):
+        """Its values are not to be handed out: decoding it says why, and lets them go."""
+        self.refused = reason
+
     def decode(self, lazy=False):
         """The value; with `lazy` every tensor in it is a `Ref`."""
         memories, self.memories = self.memories, ()
+        if self.refused is not None:
+            raise errors.Refused(f"a value was sent on a tier that does not work: {self.refused}")
         if '"$"' not in self.body:
             return json.loads(self.body)
         decoder = _Decoder(memories, lazy)

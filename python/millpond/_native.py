@@ -67,6 +67,7 @@ _QUICK = {
     "millpond_dlpack": (_ptr, [_ptr]),
     "millpond_dlpack_init": (None, [_ptr, _ptr]),
     "millpond_torch_can_throw": (_i32, []),
+    "millpond_torch_answer_cache_info": (_i32, []),
 }
 
 

@@ -6,8 +6,11 @@ byte by byte. Where that fails the worker is refused by name. There is no switch
 
 The GPU tier is proved at a connection's first GPU value, in whichever direction it goes (`Prover`): a process that never sends
 one pays nothing and needs neither torch nor a context. Where that fails, GPU values of this connection go through host memory.
+A peer that is busy does not hold the value up: it goes right behind its canary, and the peer, which looks at the canary first,
+refuses the value if that was wrong. The canary has a stream of its own, so nobody's kernels stand before it.
 """
 
+import contextlib
 import ctypes
 import itertools
 import threading
@@ -18,8 +21,8 @@ from .tiers import log
 
 #: Over two mebibytes, and no multiple of anything.
 LARGE = (2 << 20) + 4097
-#: How long a first GPU value waits for the other side to prove the tier; until it answers, values go by host memory.
-GPU_PATIENCE = 2.0
+#: How long a first GPU value waits for the other side's word on the tier. A peer that is receiving gives it in milliseconds.
+GPU_PATIENCE = 0.2
 _PERIOD = 251
 #: The worker's own large probe is written and compared every so many bytes, and at its end: its pages are new, and the kernel
 #: takes longer to clear them all than the rest of the canary takes.
@@ -235,7 +238,7 @@ class Prover:
             with self._lock:
                 if self.state is None:
                     self._prove()
-        return self.state is not None and self.state is not False
+        return self.state is not False
 
     def _prove(self):
         backend = gpu_backend()
@@ -244,25 +247,25 @@ class Prover:
             return
         patience = GPU_PATIENCE
         if self._asked is None:
-            try:
-                values = backend.probes()
-            except errors.OutOfMemory as e:
-                self.reason = f"no memory for the GPU tier's canary yet: {e}"
-                return
-            except Exception as e:  # whatever torch or the driver says
-                self._settle(False, f"its canary could not be made: {type(e).__name__}: {e}")
-                return
-            self._asked = next(self._ids)
-            self._channel._transmit(["k", "gpu", self._asked], values)
+            with _aside(backend):
+                try:
+                    values = backend.probes()
+                except errors.OutOfMemory:
+                    return  # there is none for the canary now, so the proof is left to a later value
+                except Exception as e:  # whatever torch or the driver says
+                    self._settle(False, f"its canary could not be made: {type(e).__name__}: {e}")
+                    return
+                self._asked = next(self._ids)
+                self._channel._transmit(["k", "gpu", self._asked], values)
         else:
             patience = 0.0
         channel = self._channel
         try:
             message = channel._wait(lambda: self.answers.pop(self._asked, None), patience)
         except errors.Timeout:
-            self.reason = "the other side has not answered the GPU tier's canary yet (it is not receiving)"
-            return
-        self._conclude(backend, message)
+            return  # it is busy: the value goes behind its canary, and the next one asks for the answer again
+        with _aside(backend):
+            self._conclude(backend, message)
 
     def _conclude(self, backend, message):
         try:
@@ -287,12 +290,15 @@ class Prover:
             self._channel._quietly(["k", "gpu-answer", number], {"wrong": None})
             return
         values = {}
-        try:
-            wrong = backend.check(message.decode())
-            values = backend.probes()
-        except Exception as e:
-            wrong = {"everything": f"{type(e).__name__}: {e}"}
-        self._channel._quietly(["k", "gpu-answer", number], {"wrong": wrong, "values": values})
+        with _aside(backend):
+            try:
+                wrong = backend.check(message.decode())
+                values = backend.probes()
+            except Exception as e:
+                wrong = {"everything": f"{type(e).__name__}: {e}"}
+            self._channel._quietly(["k", "gpu-answer", number], {"wrong": wrong, "values": values})
+        if wrong:
+            self._settle(False, "; ".join(f"{name}, from {self._channel.peer.name}: {why}" for name, why in wrong.items()))
 
     def verdict(self, reason):
         """What the other side concluded."""
@@ -305,13 +311,20 @@ class Prover:
             log.warning("GPU tier of the connection to %s is off, its values go through host memory: %s", self._channel.peer.name, reason)
 
 
+def _aside(backend):
+    """A stream of the canary's own, where the backend has streams."""
+    return getattr(backend, "aside", contextlib.nullcontext)()
+
+
 def gpu_backend():
-    """How GPU probes are made and looked at here: by torch, where it is loaded and has a GPU; else None."""
+    """How GPU probes are made and looked at here: by torch, where this process uses its GPU or is about to; else None, for
+    a process that only passes values on is to get no context by this."""
     import sys
 
     torch = sys.modules.get("torch")
     cuda = getattr(torch, "cuda", None)
-    if cuda is None or not getattr(cuda, "is_available", lambda: False)():
+    installed = getattr(sys.modules.get("millpond.torch"), "installed", lambda: None)
+    if cuda is None or not (getattr(cuda, "is_initialized", lambda: False)() or installed()):
         return None
     return _Torch(torch)
 
@@ -321,8 +334,17 @@ class _Torch:
 
     _SEED = 200
 
+    _streams = {}
+
     def __init__(self, torch):
         self.torch = torch
+
+    def aside(self):
+        device = self.torch.cuda.current_device()
+        stream = self._streams.get(device)
+        if stream is None:
+            stream = self._streams[device] = self.torch.cuda.Stream(device)
+        return self.torch.cuda.stream(stream)
 
     def _blocks(self, make):
         torch = self.torch

@@ -175,6 +175,8 @@ class Channel(_calls.Calls):
             return None
         if message.header[0] == "k":
             return self._receive_canary(message)
+        if self._gpu.state is False and any(tensor[4] >= 0 for tensor in tensors):
+            message.refuse(self._gpu.reason)  # it was on its way before the other side knew
         return message
 
     def _receive_canary(self, message):

@@ -25,6 +25,7 @@ _HOOKS = {
 _installed = None
 # torch up to 2.10 keeps a bare pointer to a pool's allocator: these must live as long as the process.
 _for_ever = []
+_pool_allocator = None
 
 
 def install(mode="replace", stats=True):
@@ -42,7 +43,9 @@ def install(mode="replace", stats=True):
         raise errors.Refused(f"torch's allocator was installed with mode={_installed!r} in this process")
     _check_session()
     if mode == "pool":
-        pool().__enter__()
+        entered = pool()
+        entered.__enter__()
+        _for_ever.append(entered)  # a generator that is dropped leaves its block at once
         _installed = mode
         return
     _check_replaceable()
@@ -60,6 +63,8 @@ def install(mode="replace", stats=True):
             RuntimeWarning,
             stacklevel=2,
         )
+    # cudnn.benchmark asks the allocator for its largest free block, which torch's pluggable one refuses to say.
+    _native.library().torch_answer_cache_info()
     if stats:
         _torch_stats.install()
 
@@ -77,7 +82,8 @@ def uninstall_stats():
 @contextlib.contextmanager
 def pool():
     """This thread's allocations inside the block come from the arena, through torch's caching allocator. Gives the
-    `torch.cuda.MemPool`. torch 2.8 and later, native backend."""
+    `torch.cuda.MemPool`: its segments go back to the arena when it and its tensors are gone. torch 2.8 and later, native
+    backend."""
     _check_session()
     version = tuple(int(n) for n in torch.__version__.split("+")[0].split(".")[:2])
     if version < (2, 8):
@@ -85,11 +91,12 @@ def pool():
     backend = torch.cuda.get_allocator_backend()
     if backend != "native":
         raise errors.Unsupported(f"pool mode needs torch's native allocator, this process has {backend!r}: {_how_to_unset(backend)}")
-    if not _for_ever:
-        allocator = _make_allocator("millpond_pool_malloc")
-        _for_ever.extend((allocator, torch.cuda.MemPool(allocator)))
-    with torch.cuda.use_mem_pool(_for_ever[-1]):
-        yield _for_ever[-1]
+    global _pool_allocator
+    if _pool_allocator is None:
+        _pool_allocator = _make_allocator("millpond_pool_malloc")
+    made = torch.cuda.MemPool(_pool_allocator)
+    with torch.cuda.use_mem_pool(made):
+        yield made
 
 
 def _make_allocator(malloc):

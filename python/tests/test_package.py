@@ -55,6 +55,8 @@ def test_only_the_standard_library_is_imported_at_the_top():
     for path in FILES:
         if os.sep + "millpond" + os.sep not in path or os.path.basename(path).startswith(("torch", "_torch")) or path.endswith("integrations" + os.sep + "ray.py"):
             continue
+        if os.sep + "integrations" + os.sep in path:
+            continue  # a door imports what it is the door of
         with open(path) as f:
             for node in ast.parse(f.read()).body:
                 names = []

@@ -55,7 +55,8 @@ def gpu(monkeypatch, pair):
     got = []
     reader = threading.Thread(target=lambda: got.extend(far.recv(timeout=8, lazy=True) for _ in range(2)), daemon=True)
     yield backend, near, far, got, reader
-    reader.join(20)
+    if reader.is_alive():
+        reader.join(20)
 
 
 def value(number=7):
@@ -93,18 +94,29 @@ def test_a_gpu_tier_that_corrupts_is_off_for_this_connection_said_once_and_work_
     assert any("failed its canary" in reason for reason in millpond.tiers.falls())
 
 
-def test_a_peer_that_does_not_receive_delays_nothing_and_gets_the_values_by_host_memory(gpu, monkeypatch):
+def test_a_busy_peer_holds_nothing_up_and_the_value_goes_behind_its_canary(gpu, monkeypatch):
     _, near, far, got, reader = gpu
     monkeypatch.setattr(canary, "GPU_PATIENCE", 0.05)
     near.send(value(3))
-    assert near._gpu.state is None and near.tiers["host"] == 1
-    assert "not answered" in near._gpu.reason
+    assert near._gpu.state is None and near.tiers["host"] == 0
     reader.start()
     near.send("x")
     reader.join(20)
+    assert isinstance(got[0], _ref.Ref) and got[1] == "x" and far._gpu.state is None
     near.send(value(4))
-    assert near._gpu.state is True and near.tiers["arena"] + near.tiers["copy"] >= 1
+    assert near._gpu.state is True and near.tiers["arena"] + near.tiers["copy"] >= 2
     assert isinstance(far.recv(timeout=5, lazy=True), _ref.Ref)
+
+
+def test_a_busy_peer_refuses_a_value_behind_a_canary_that_is_wrong(gpu, monkeypatch):
+    backend, near, far, _, _ = gpu
+    monkeypatch.setattr(canary, "GPU_PATIENCE", 0.05)
+    near.send(value(3))
+    backend.spoil = "bytes"
+    with pytest.raises(millpond.Refused, match="failed its canary"):
+        far.recv(timeout=5, lazy=True)
+    near.send(value(4))
+    assert near._gpu.state is False and bytes(far.recv(timeout=5, lazy=True)) == b"\4" * 3200
 
 
 def test_a_side_without_cuda_only_passes_values_on(gpu, monkeypatch):

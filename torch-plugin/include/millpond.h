@@ -102,6 +102,9 @@ typedef struct millpond_pool_id {
 extern "C" {
 #endif // __cplusplus
 
+// Makes torch's pluggable allocator answer `cacheInfo`. 1: it does now; 0: this torch has no such slot, nothing was changed.
+int32_t millpond_torch_answer_cache_info(void);
+
 // [`ABI_VERSION`].
 uint32_t millpond_abi_version(void);
 

@@ -11,6 +11,7 @@
 #![deny(unsafe_code)]
 #![allow(non_camel_case_types)] // C's names
 
+pub mod cache_info;
 pub mod control;
 pub mod dlpack;
 pub mod error;

@@ -54,6 +54,12 @@ impl Heap {
         pieces.fold((0, 0), |(bytes, pieces), block| (bytes + u64::from(block.granules) * GRANULE, pieces + 1))
     }
 
+    /// The largest free block, in bytes: of any stream's.
+    #[must_use]
+    pub fn largest_free(&self) -> u64 {
+        u64::from(self.inner.lock().tlsf.largest_free()) * GRANULE
+    }
+
     /// Sets peaks to what is.
     pub fn reset_peaks(&self) {
         self.inner.lock().stats.reset_peaks();

@@ -149,8 +149,16 @@ impl Link {
         self.send(&FromClient::Answered { ask_id, bytes })
     }
 
-    /// Asks and waits.
+    /// Asks and waits; a refusal is an error.
     pub(super) fn call(&self, call: Request, timeout: Duration) -> Result<(Answer, Vec<OwnedFd>), Error> {
+        match self.ask(call, timeout)? {
+            (Answer::Refused { reason, message, .. }, _) => Err(Error::from_refusal(reason, message)),
+            answered => Ok(answered),
+        }
+    }
+
+    /// Asks and waits for whatever the answer is.
+    pub(super) fn ask(&self, call: Request, timeout: Duration) -> Result<(Answer, Vec<OwnedFd>), Error> {
         let call_id = self.next.fetch_add(1, Ordering::Relaxed);
         let abandoned = Awaited::abandoned(&call);
         self.pending.lock().waiting.insert(call_id, Awaited::Yes);
@@ -162,10 +170,7 @@ impl Link {
         let mut pending = self.pending.lock();
         loop {
             if let Some((answer, fds)) = pending.answers.remove(&call_id) {
-                return match answer {
-                    Answer::Refused { reason, message, .. } => Err(Error::from_refusal(reason, message)),
-                    answer => Ok((answer, fds)),
-                };
+                return Ok((answer, fds));
             }
             if self.is_dead() {
                 pending.waiting.remove(&call_id);

@@ -481,7 +481,7 @@ impl Client {
                     .map_err(|error| if matches!(error, Error::PeerDied(_)) { died(&import) } else { error })?,
             }
         }
-        let id = stream.map(|stream| opened.driver.stream_id(stream)).transpose()?;
+        let id = stream.map(|stream| opened.identify(stream)).transpose()?;
         self.imports.with(handle, |import| {
             import.addr = Some(addr);
             if on_cpu {
@@ -550,7 +550,7 @@ impl Client {
     pub fn record_import_stream(&self, addr: Addr, place: Place, stream: Stream) -> Result<bool, Error> {
         self.check_alive()?;
         let opened = self.device(place)?.open()?;
-        Ok(self.imports.record_stream(addr, opened.driver.stream_id(stream)?))
+        Ok(self.imports.record_stream(addr, opened.identify(stream)?))
     }
 
     /// Waits until every receiver of the block at an address is done with it: the stream on the GPU, and without one, or where
@@ -609,7 +609,7 @@ impl Client {
                     opened.heap.record_stream(addr, stream).map(|_| ())?
                 }
                 Some(_) => {
-                    self.imports.record_stream(addr, opened.driver.stream_id(stream)?);
+                    self.imports.record_stream(addr, opened.identify(stream)?);
                 }
                 None => {}
             }

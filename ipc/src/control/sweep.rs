@@ -13,7 +13,7 @@ use super::atomic::Ordering;
 use super::hold::{Hold, HoldState, HoldWord};
 
 /// Every hold that is not free, by its lease: (place, word).
-#[derive(Debug, Default)]
+#[derive(Debug, Default, Clone)]
 pub(crate) struct Look(HashMap<u64, Vec<(u32, HoldWord)>>);
 
 impl Look {

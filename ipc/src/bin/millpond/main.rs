@@ -4,11 +4,17 @@
 mod demo;
 mod doctor;
 mod exit;
+mod explain;
 mod ledger;
 mod log;
+mod map;
+mod metrics;
+mod observe;
 mod ready;
 mod serve;
 mod signals;
+#[cfg(feature = "tui")]
+mod top;
 
 use std::process::ExitCode;
 
@@ -37,6 +43,11 @@ struct Cli {
 enum Command {
     Serve(serve::Serve),
     Ledger(ledger::Args),
+    #[cfg(feature = "tui")]
+    Top(top::Args),
+    Explain(explain::Args),
+    Map(map::Args),
+    Metrics(metrics::Args),
     Doctor(doctor::Args),
     Demo(demo::Args),
 }
@@ -53,6 +64,11 @@ fn main() -> ExitCode {
     match cli.command {
         Command::Serve(args) => serve::run(args),
         Command::Ledger(args) => ledger::run(&args),
+        #[cfg(feature = "tui")]
+        Command::Top(args) => top::run(&args),
+        Command::Map(args) => map::run(&args),
+        Command::Explain(args) => explain::run(&args),
+        Command::Metrics(args) => metrics::run(&args),
         Command::Doctor(args) => doctor::run(&args),
         Command::Demo(args) => demo::run(&args),
     }

@@ -1,0 +1,294 @@
+//! An owner and workers as real processes: this test's program again, told by its environment what to be.
+//!
+//! A worker takes one command a line and answers each with one line, so a test is a script over several processes. Every
+//! answer is waited for with a bound: a worker that hangs fails its test.
+#![allow(dead_code, unreachable_pub)] // each test program uses its own part
+
+mod worker;
+
+use std::io::{BufRead, BufReader, Write};
+use std::path::PathBuf;
+use std::process::{Child, ChildStdin, Command, Stdio};
+use std::sync::mpsc::{channel, Receiver};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use millpond_allocator::driver::DeviceInfo;
+use millpond_ipc::client::{Client, Options, Place, ReceiveOptions};
+use millpond_ipc::ledger::{ClientLedger, Ledger};
+use millpond_ipc::observer::Observer;
+use millpond_ipc::owner::{Config, DriverChoice, Limit, Owner};
+use millpond_ipc::wire::Role;
+
+/// No answer may take longer, on however slow a machine.
+pub const BOUND: Duration = Duration::from_secs(20);
+pub const MIB: u64 = 1 << 20;
+
+/// What the test's program does when it is not the test: see [`Arena`] and [`Worker`].
+pub fn role() {
+    match std::env::var("MILLPOND_TEST_ROLE").as_deref() {
+        Ok("owner") => owner(),
+        Ok("worker") => worker::run(),
+        _ => {}
+    }
+}
+
+fn owner() {
+    let bytes = |name: &str| std::env::var(name).unwrap().parse().unwrap();
+    let config = Config {
+        driver: DriverChoice::Host,
+        limit: Limit::Bytes(bytes("MILLPOND_TEST_LIMIT")),
+        host_bytes: Some(64 << 30),
+        chunk_bytes: Some(bytes("MILLPOND_TEST_CHUNK")),
+        heartbeat_ms: 50,
+        stopped_after_ms: 1_000,
+        ..Config::default()
+    };
+    let mut owner = Owner::bind(config).unwrap();
+    println!("@{} {}", owner.socket().display(), owner.key());
+    owner.run().unwrap();
+    std::process::exit(0);
+}
+
+/// This program in a role, without what surrounds the tests of the parent.
+fn again(role: &str) -> Command {
+    let mut command = Command::new(std::env::current_exe().unwrap());
+    command.args(["--exact", "role", "--nocapture", "--test-threads=1"]).env("MILLPOND_TEST_ROLE", role);
+    command.env_remove("MILLPOND_SOCKET").env_remove("MILLPOND_KEY");
+    command.stdin(Stdio::piped()).stdout(Stdio::piped());
+    command
+}
+
+/// A process that says lines.
+pub struct Said {
+    pub child: Child,
+    stdin: ChildStdin,
+    lines: Receiver<String>,
+}
+
+impl Said {
+    fn start(mut command: Command) -> Self {
+        let mut child = command.spawn().unwrap();
+        let (stdin, stdout) = (child.stdin.take().unwrap(), child.stdout.take().unwrap());
+        let (sender, lines) = channel();
+        std::thread::spawn(move || {
+            for line in BufReader::new(stdout).lines().map_while(Result::ok) {
+                // The test harness writes on the same stream.
+                if let Some((_, line)) = line.split_once('@') {
+                    let _ = sender.send(line.to_owned());
+                }
+            }
+        });
+        Self { child, stdin, lines }
+    }
+
+    fn line(&self) -> Option<String> {
+        self.lines.recv_timeout(BOUND).ok()
+    }
+
+    pub fn pid(&self) -> i32 {
+        self.child.id() as i32
+    }
+
+    pub fn signal(&self, signal: i32) {
+        // SAFETY: a signal to a child that has not been waited for.
+        assert_eq!(unsafe { libc::kill(self.pid(), signal) }, 0);
+    }
+
+    pub fn wait(&mut self) {
+        eventually("a process ends", || self.child.try_wait().unwrap().is_some());
+    }
+}
+
+impl Drop for Said {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// An owner in a process of its own.
+pub struct Arena {
+    pub owner: Said,
+    pub socket: PathBuf,
+    pub key: String,
+}
+
+impl Arena {
+    pub fn new() -> Self {
+        Self::with(4 << 30, 32 * MIB)
+    }
+
+    pub fn with(limit: u64, chunk: u64) -> Self {
+        let mut command = again("owner");
+        command.env("MILLPOND_TEST_LIMIT", limit.to_string()).env("MILLPOND_TEST_CHUNK", chunk.to_string());
+        let owner = Said::start(command);
+        let line = owner.line().expect("no owner");
+        let (socket, key) = line.split_once(' ').unwrap();
+        Self { socket: socket.into(), key: key.to_owned(), owner }
+    }
+
+    pub fn worker(&self, name: &str) -> Worker {
+        self.worker_with(name, &[])
+    }
+
+    pub fn worker_with(&self, name: &str, vars: &[(&str, &str)]) -> Worker {
+        let mut command = again("worker");
+        command.env("MILLPOND_TEST_NAME", name).env("MILLPOND_SOCKET", &self.socket).env("MILLPOND_KEY", &self.key);
+        command.envs(vars.iter().copied());
+        let worker = Worker { said: Said::start(command), name: name.to_owned() };
+        assert_eq!(worker.said.line().as_deref(), Some("attached"), "{name}");
+        worker
+    }
+
+    pub fn options(&self, name: &str) -> Options {
+        Options { role: Role::Worker, ..Options::new(self.socket.clone(), self.key.clone(), name.to_owned()) }
+    }
+
+    /// A client in this process.
+    pub fn client(&self, name: &str) -> Arc<Client> {
+        Client::attach(&self.options(name)).unwrap()
+    }
+
+    pub fn ledger(&self) -> Ledger {
+        Observer::connect(&self.socket, &self.key, BOUND).unwrap().ledger()
+    }
+
+    /// The host device's (reserved, retired, orphaned).
+    pub fn books(&self) -> (u64, u64, u64) {
+        let ledger = self.ledger();
+        let device = &ledger.devices[0];
+        let sum: u64 = device.clients.iter().map(|client| client.reserved).sum();
+        let books = (device.reserved, device.retired, device.orphaned);
+        // Rows are read one by one: looked at again where they do not fit.
+        if sum + device.retired + device.orphaned != device.reserved {
+            return (u64::MAX, device.retired, device.orphaned);
+        }
+        books
+    }
+
+    pub fn row(&self, name: &str) -> Option<ClientLedger> {
+        self.ledger().devices[0].clients.iter().find(|client| client.name == name).cloned()
+    }
+
+    /// Everything is back that nobody alive holds, and the books fit.
+    pub fn settles_at(&self, reserved: u64) {
+        let mut last = (0, 0, 0);
+        let settled = wait_for(|| {
+            last = self.books();
+            last == (reserved, 0, 0)
+        });
+        assert!(settled, "books {last:?}, expected {reserved} reserved; {}", self.ledger());
+    }
+}
+
+/// A client in a process of its own.
+pub struct Worker {
+    pub said: Said,
+    pub name: String,
+}
+
+impl Worker {
+    /// Starts a command; its answer is taken by [`Worker::answer`].
+    pub fn ask(&mut self, command: &str) {
+        writeln!(self.said.stdin, "{command}").unwrap();
+    }
+
+    pub fn answer(&mut self) -> String {
+        self.said.line().unwrap_or_else(|| panic!("{} hangs, or has ended", self.name))
+    }
+
+    /// Whether an answer comes within a moment.
+    pub fn answers_within(&mut self, time: Duration) -> Option<String> {
+        self.said.lines.recv_timeout(time).ok()
+    }
+
+    /// A command and its answer, whatever it is.
+    pub fn tell(&mut self, command: &str) -> String {
+        self.ask(command);
+        self.answer()
+    }
+
+    /// A command that must succeed; what it gives.
+    pub fn ok(&mut self, command: &str) -> String {
+        let answer = self.tell(command);
+        answer.strip_prefix("ok").unwrap_or_else(|| panic!("{}: {command}: {answer}", self.name)).trim().to_owned()
+    }
+
+    pub fn number(&mut self, command: &str) -> u64 {
+        self.ok(command).parse().unwrap()
+    }
+
+    /// A command that must fail with this code.
+    pub fn fails(&mut self, code: &str, command: &str) -> String {
+        let answer = self.tell(command);
+        assert!(answer.starts_with(&format!("err {code} ")), "{}: {command}: {answer}", self.name);
+        answer
+    }
+
+    /// Ends in a manner; returns when the process is gone.
+    pub fn die(&mut self, how: &str) {
+        match how {
+            "kill" => self.said.signal(libc::SIGKILL),
+            "stop" => {
+                self.said.signal(libc::SIGSTOP);
+                self.said.signal(libc::SIGKILL);
+            }
+            how => self.ask(&format!("die {how}")),
+        }
+        self.said.wait();
+    }
+}
+
+/// A channel between two workers: each one's number of it.
+pub fn link(a: &mut Worker, b: &mut Worker) -> (u64, u64) {
+    a.ask(&format!("connect {}", b.name));
+    b.ask(&format!("connect {}", a.name));
+    let number = |answer: String| answer.strip_prefix("ok ").unwrap_or_else(|| panic!("{answer}")).parse().unwrap();
+    (number(a.answer()), number(b.answer()))
+}
+
+pub fn wait_for(mut condition: impl FnMut() -> bool) -> bool {
+    let deadline = Instant::now() + BOUND;
+    loop {
+        if condition() {
+            return true;
+        }
+        if Instant::now() > deadline {
+            return false;
+        }
+        std::thread::sleep(Duration::from_millis(2));
+    }
+}
+
+pub fn eventually(what: &str, condition: impl FnMut() -> bool) {
+    assert!(wait_for(condition), "not within {BOUND:?}: {what}");
+}
+
+/// A JSON tree without tensors.
+pub fn tree() -> Box<serde_json::value::RawValue> {
+    serde_json::value::RawValue::from_string("null".to_owned()).unwrap()
+}
+
+fn no_stream(_: &DeviceInfo) -> Option<millpond_allocator::driver::Stream> {
+    None
+}
+
+/// How a process without streams receives.
+pub fn plainly(lazy: bool) -> ReceiveOptions<'static> {
+    ReceiveOptions { timeout: Some(BOUND), lazy, wait: false, stream: &no_stream }
+}
+
+/// A block of the host device, filled.
+pub fn block(client: &Client, bytes: u64, byte: u8) -> u64 {
+    let addr = client.heap(Place::Host).unwrap().allocate(bytes, millpond_allocator::driver::Stream::LEGACY).unwrap();
+    // SAFETY: a live block of so many bytes, which nobody else uses yet.
+    unsafe { std::ptr::write_bytes(addr as *mut u8, byte, bytes as usize) };
+    addr
+}
+
+/// Whether memory holds one byte all over.
+pub fn is_all(addr: u64, bytes: u64, byte: u8) -> bool {
+    // SAFETY: mapped bytes of a block or an import of this process; other processes write them only if the test tells them to.
+    unsafe { std::slice::from_raw_parts(addr as *const u8, bytes as usize) }.iter().all(|found| *found == byte)
+}

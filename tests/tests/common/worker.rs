@@ -1,0 +1,376 @@
+//! The worker's side: commands from stdin, answers to stdout.
+
+use std::collections::HashMap;
+use std::io::{BufRead, Write};
+use std::str::FromStr;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::Arc;
+use std::time::Duration;
+
+use millpond_allocator::driver::{Addr, Driver, Stream};
+use millpond_ipc::client::{Channel, Client, Error, Incoming, OnOwnerDeath, Options, Outgoing, Place, ReceiveOptions};
+use millpond_ipc::wire::Role;
+
+/// A page of words that streams wait on when they are told to stall.
+struct Gates {
+    words: *const AtomicU64,
+    base: Addr,
+    next: usize,
+}
+
+struct Worker {
+    client: Arc<Client>,
+    driver: Arc<dyn Driver>,
+    channels: Vec<Option<Channel>>,
+    streams: HashMap<u64, Stream>,
+    blocks: Vec<(Addr, u64)>,
+    imports: Vec<Incoming>,
+    gates: Gates,
+    stalls: HashMap<u64, usize>,
+}
+
+type Answer = Result<String, String>;
+
+fn failed(error: Error) -> String {
+    format!("{} {error}", error.code())
+}
+
+fn wrong(what: impl std::fmt::Display) -> String {
+    format!("Test {what}")
+}
+
+pub(super) fn run() -> ! {
+    let var = |name: &str| std::env::var(name).unwrap();
+    let mut options = Options::new(var("MILLPOND_SOCKET").into(), var("MILLPOND_KEY"), var("MILLPOND_TEST_NAME"));
+    if options.name == "parent" {
+        options.role = Role::Parent;
+    }
+    if std::env::var("MILLPOND_TEST_EXIT").is_ok() {
+        options.on_owner_death = OnOwnerDeath::Exit;
+    }
+    let client = Client::attach(&options).unwrap();
+    let driver = client.driver(Place::Host).unwrap();
+    // SAFETY: a new anonymous mapping, which stays as long as the process.
+    let page = unsafe {
+        libc::mmap(std::ptr::null_mut(), 4096, libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS, -1, 0)
+    };
+    // SAFETY: as above.
+    let base = unsafe { driver.host_register(page.cast(), 4096) }.unwrap();
+    let gates = Gates { words: page.cast(), base, next: 0 };
+    let mut worker = Worker {
+        client,
+        driver,
+        channels: Vec::new(),
+        streams: HashMap::new(),
+        blocks: Vec::new(),
+        imports: Vec::new(),
+        gates,
+        stalls: HashMap::new(),
+    };
+    say("attached");
+    for line in std::io::stdin().lock().lines().map_while(Result::ok) {
+        match worker.command(&line) {
+            Ok(answer) => say(&format!("ok {answer}")),
+            Err(error) => say(&format!("err {}", error.replace('\n', " "))),
+        }
+    }
+    std::process::exit(0);
+}
+
+fn say(line: &str) {
+    let mut out = std::io::stdout().lock();
+    let _ = writeln!(out, "@{line}").and_then(|()| out.flush());
+}
+
+/// The words of a command.
+struct Words<'a>(std::str::SplitWhitespace<'a>);
+
+impl<'a> Words<'a> {
+    fn text(&mut self) -> Result<&'a str, String> {
+        self.0.next().ok_or_else(|| wrong("a word is missing"))
+    }
+
+    fn value<T: FromStr>(&mut self) -> Result<T, String> {
+        let text = self.text()?;
+        text.parse().map_err(|_| wrong(format!("{text:?}")))
+    }
+
+    fn or<T: FromStr>(&mut self, other: T) -> Result<T, String> {
+        self.0.next().map_or(Ok(other), |text| text.parse().map_err(|_| wrong(format!("{text:?}"))))
+    }
+}
+
+impl Worker {
+    fn stream(&mut self, number: u64) -> Result<Stream, String> {
+        if let Some(stream) = self.streams.get(&number) {
+            return Ok(*stream);
+        }
+        let stream = self.driver.stream_create().map_err(wrong)?;
+        self.streams.insert(number, stream);
+        Ok(stream)
+    }
+
+    /// A stream by number; `-`: none.
+    fn maybe_stream(&mut self, words: &mut Words<'_>) -> Result<Option<Stream>, String> {
+        match words.0.next() {
+            None | Some("-") => Ok(None),
+            Some(number) => Ok(Some(self.stream(number.parse().map_err(wrong)?)?)),
+        }
+    }
+
+    fn channel(&self, number: usize) -> Result<&Channel, String> {
+        self.channels.get(number).and_then(Option::as_ref).ok_or_else(|| wrong("no such channel"))
+    }
+
+    fn block(&self, number: usize) -> Result<(Addr, u64), String> {
+        self.blocks.get(number).copied().ok_or_else(|| wrong("no such block"))
+    }
+
+    fn import(&self, number: usize) -> Result<Incoming, String> {
+        self.imports.get(number).copied().ok_or_else(|| wrong("no such import"))
+    }
+
+    fn keep(&mut self, channel: Result<Channel, Error>) -> Answer {
+        self.channels.push(Some(channel.map_err(failed)?));
+        Ok((self.channels.len() - 1).to_string())
+    }
+
+    fn send(&self, channel: usize, outgoing: &[Outgoing], timeout: u64) -> Answer {
+        let sent = self.client.send(self.channel(channel)?, super::tree(), outgoing, Some(Duration::from_millis(timeout)));
+        sent.map(|copied| format!("{}", u8::from(copied.contains(&true)))).map_err(failed)
+    }
+
+    fn command(&mut self, line: &str) -> Answer {
+        let mut words = Words(line.split_whitespace());
+        let words = &mut words;
+        let host = Place::Host;
+        let done = Ok(String::new());
+        match words.text()? {
+            "connect" => {
+                let (peer, ms) = (words.text()?.to_owned(), words.or(10_000)?);
+                let channel = self.client.connect(&peer, Duration::from_millis(ms));
+                self.keep(channel)
+            }
+            "accept" => {
+                let channel = self.client.accept(Duration::from_millis(words.or(10_000)?));
+                self.keep(channel)
+            }
+            "close" => {
+                let number: usize = words.value()?;
+                self.channels.get_mut(number).and_then(Option::take).map(drop).ok_or_else(|| wrong("no such channel"))?;
+                done
+            }
+            "alloc" => {
+                let bytes = words.value()?;
+                let on = self.maybe_stream(words)?.unwrap_or(Stream::LEGACY);
+                let addr = self.client.heap(host).map_err(failed)?.allocate(bytes, on).map_err(|error| failed(error.into()))?;
+                self.blocks.push((addr, bytes));
+                Ok((self.blocks.len() - 1).to_string())
+            }
+            // The n-th block is where in my window?
+            "addr" => Ok(self.block(words.value()?)?.0.to_string()),
+            "fill" => {
+                let (addr, bytes) = self.block(words.value()?)?;
+                let byte = words.value()?;
+                match self.maybe_stream(words)? {
+                    Some(stream) => self.driver.fill(addr, byte, bytes, stream).map_err(wrong)?,
+                    // SAFETY: a live block of this process.
+                    None => unsafe { std::ptr::write_bytes(addr as *mut u8, byte, bytes as usize) },
+                }
+                done
+            }
+            "touch" => {
+                let import = self.import(words.value()?)?;
+                let byte = words.value()?;
+                let stream = self.maybe_stream(words)?.ok_or_else(|| wrong("on which stream?"))?;
+                self.client.record_import_stream(import.addr, host, stream).map_err(failed)?;
+                self.driver.fill(import.addr, byte, import.bytes, stream).map_err(wrong)?;
+                done
+            }
+            "stall" => {
+                let number: u64 = words.value()?;
+                let stream = self.stream(number)?;
+                let at = self.gates.next % 512;
+                self.gates.next += 1;
+                // SAFETY: a word of the page.
+                unsafe { (*self.gates.words.add(at)).store(0, Ordering::Release) };
+                self.driver.wait_value(stream, self.gates.base + 8 * at as u64, 1).map_err(wrong)?;
+                self.stalls.insert(number, at);
+                done
+            }
+            "go" => {
+                let at = self.stalls.remove(&words.value()?).ok_or_else(|| wrong("it does not stall"))?;
+                // SAFETY: a word of the page.
+                unsafe { (*self.gates.words.add(at)).store(1, Ordering::Release) };
+                done
+            }
+            "sync" => {
+                let stream = self.maybe_stream(words)?.unwrap_or(Stream::LEGACY);
+                self.driver.stream_synchronize(stream).map_err(wrong)?;
+                done
+            }
+            // Whether all work of a stream is over.
+            "idle" => {
+                let stream = self.maybe_stream(words)?.unwrap_or(Stream::LEGACY);
+                Ok(u8::from(self.driver.stream_query(stream).map_err(wrong)?).to_string())
+            }
+            "send" => {
+                let channel = words.value()?;
+                let (addr, bytes) = self.block(words.value()?)?;
+                let stream = self.maybe_stream(words)?;
+                let read_only = words.or(String::new())? == "ro";
+                self.send(channel, &[Outgoing { addr, bytes, place: host, stream, import: None, read_only }], 5_000)
+            }
+            "sendpart" => {
+                let channel = words.value()?;
+                let (addr, _) = self.block(words.value()?)?;
+                let (at, bytes): (u64, u64) = (words.value()?, words.value()?);
+                self.send(channel, &[Outgoing { addr: addr + at, bytes, place: host, stream: None, import: None, read_only: false }], 5_000)
+            }
+            // Until the socket is full; the last send stays in it.
+            "flood" => {
+                let channel = words.value()?;
+                let (addr, bytes) = self.block(words.value()?)?;
+                loop {
+                    self.send(channel, &[Outgoing { addr, bytes, place: host, stream: None, import: None, read_only: false }], 600_000)?;
+                }
+            }
+            "copy" => {
+                let (channel, byte, bytes): (usize, u8, usize) = (words.value()?, words.value()?, words.value()?);
+                let source = vec![byte; bytes];
+                let addr = source.as_ptr() as u64;
+                self.send(
+                    channel,
+                    &[Outgoing { addr, bytes: bytes as u64, place: host, stream: None, import: None, read_only: false }],
+                    5_000,
+                )
+            }
+            "forward" => {
+                let channel = words.value()?;
+                let import = self.import(words.value()?)?;
+                let stream = self.maybe_stream(words)?;
+                let outgoing =
+                    Outgoing { addr: import.addr, bytes: import.bytes, place: host, stream, import: Some(import.import), read_only: false };
+                self.send(channel, &[outgoing], 5_000)
+            }
+            "recv" => {
+                let number = words.value()?;
+                let how = words.or("plain".to_owned())?;
+                let ms = words.or(10_000)?;
+                let stream = how.parse().ok().map(|number| self.stream(number)).transpose()?;
+                let options = ReceiveOptions {
+                    timeout: Some(Duration::from_millis(ms)),
+                    lazy: how == "lazy",
+                    wait: how == "wait",
+                    stream: &|_| stream,
+                };
+                let message = self.client.receive(self.channel(number)?, &options).map_err(failed)?;
+                let first = self.imports.len();
+                self.imports.extend(message.tensors);
+                Ok((first..self.imports.len()).map(|n| n.to_string()).collect::<Vec<_>>().join(" "))
+            }
+            "open" => {
+                let number: usize = words.value()?;
+                let stream = self.maybe_stream(words)?;
+                let ms = words.or(10_000)?;
+                let import = self.import(number)?;
+                let addr = self.client.open_import(import.import, stream, false, Some(Duration::from_millis(ms))).map_err(failed)?;
+                if let Some(import) = self.imports.get_mut(number) {
+                    import.addr = addr;
+                }
+                Ok(addr.to_string())
+            }
+            "ready" => {
+                let import = self.import(words.value()?)?;
+                self.client.import_ready(import.import, Some(Duration::from_millis(words.or(10_000)?))).map_err(failed)?;
+                done
+            }
+            "check" => {
+                let import = self.import(words.value()?)?;
+                let byte: u8 = words.value()?;
+                if import.addr == 0 || !super::is_all(import.addr, import.bytes, byte) {
+                    return Err(wrong(format!("{:#x} does not hold {byte}", import.addr)));
+                }
+                done
+            }
+            "checkblock" => {
+                let (addr, bytes) = self.block(words.value()?)?;
+                let byte: u8 = words.value()?;
+                super::is_all(addr, bytes, byte).then(String::new).ok_or_else(|| wrong(format!("the block does not hold {byte}")))
+            }
+            "readonly" => Ok(u8::from(self.import(words.value()?)?.read_only).to_string()),
+            "release" => {
+                self.client.release(self.import(words.value()?)?.import).map_err(failed)?;
+                done
+            }
+            "free" => {
+                self.client.free(self.block(words.value()?)?.0).map_err(failed)?;
+                done
+            }
+            "waitdone" => {
+                let (addr, _) = self.block(words.value()?)?;
+                let stream = self.maybe_stream(words)?;
+                let ms = words.or(10_000)?;
+                self.client.wait_done(addr, host, stream, Some(Duration::from_millis(ms))).map_err(failed)?;
+                done
+            }
+            "leases" => Ok(self.client.leases().to_string()),
+            "imported" => Ok(self.client.imported_bytes().to_string()),
+            "trim" => Ok(self.client.heap(host).map_err(failed)?.trim(u64::MAX).to_string()),
+            "owner" => Ok(u8::from(self.client.owner_alive()).to_string()),
+            "detach" => {
+                self.client.detach();
+                done
+            }
+            "fds" => Ok(std::fs::read_dir("/proc/self/fd").map_err(wrong)?.count().to_string()),
+            "vm" => {
+                let text = std::fs::read_to_string("/proc/self/status").map_err(wrong)?;
+                let line = text.lines().find_map(|line| line.strip_prefix("VmSize:")).ok_or_else(|| wrong("no VmSize"))?;
+                Ok(line.trim().trim_end_matches(" kB").to_owned())
+            }
+            "fork" => {
+                // SAFETY: the child calls nothing but pause.
+                match unsafe { libc::fork() } {
+                    0 => loop {
+                        // SAFETY: no arguments.
+                        unsafe { libc::pause() };
+                    },
+                    child => Ok(child.to_string()),
+                }
+            }
+            // A forked child lets go of everything as an interpreter does at its end; the answer is how it ended.
+            "forkend" => {
+                // SAFETY: the child calls the client's functions that are safe in a forked child, and _exit.
+                match unsafe { libc::fork() } {
+                    0 => {
+                        let released = self.imports.iter().all(|import| self.client.release(import.import).is_ok());
+                        let freed = self.blocks.iter().all(|(addr, _)| self.client.free(*addr).is_ok());
+                        let refused = matches!(self.client.heap(host), Err(Error::Forked));
+                        self.channels.clear();
+                        // SAFETY: no arguments but a number.
+                        unsafe { libc::_exit(i32::from(!(released && freed && refused))) }
+                    }
+                    child => {
+                        let mut status = 0;
+                        // SAFETY: a child of this process, and a place for its status.
+                        unsafe { libc::waitpid(child, &mut status, 0) };
+                        Ok(status.to_string())
+                    }
+                }
+            }
+            "die" => match words.text()? {
+                // SAFETY: no arguments but a number.
+                "exit" => unsafe { libc::_exit(3) },
+                _ => {
+                    // SAFETY: the default action ends the process, as a store to an unmapped page would.
+                    unsafe {
+                        libc::signal(libc::SIGSEGV, libc::SIG_DFL);
+                        libc::raise(libc::SIGSEGV);
+                    }
+                    done
+                }
+            },
+            other => Err(wrong(format!("no command {other:?}"))),
+        }
+    }
+}

@@ -1,0 +1,92 @@
+//! The owner's death: clients go on with what they have, and nobody hangs.
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
+
+mod common;
+
+use common::{eventually, link, Arena, MIB};
+use std::time::Duration;
+
+#[test]
+fn role() {
+    common::role();
+}
+
+#[test]
+fn clients_go_on_without_an_owner() {
+    let arena = Arena::new();
+    let (mut a, mut b) = (arena.worker("a"), arena.worker("b"));
+    let (ab, ba) = link(&mut a, &mut b);
+    a.ok(&format!("alloc {MIB}"));
+    a.ok("fill 0 1");
+    a.ok(&format!("send {ab} 0"));
+    b.ok(&format!("recv {ba}"));
+    arena.owner.signal(libc::SIGKILL);
+    for worker in [&mut a, &mut b] {
+        eventually("it is known", || worker.number("owner") == 0);
+    }
+    // What is there works: memory within the chunk, sends both mapped and new in it, acks.
+    a.ok(&format!("alloc {MIB}"));
+    a.ok("fill 1 2");
+    a.ok(&format!("send {ab} 1"));
+    b.ok(&format!("recv {ba}"));
+    b.ok("check 0 1");
+    b.ok("check 1 2");
+    b.ok("release 0");
+    b.ok("release 1");
+    eventually("the leases end", || a.number("leases") == 0);
+    // What needs an owner fails by its name, at once.
+    a.fails("OwnerDied", "alloc 1073741824");
+    a.fails("OwnerDied", "connect b 60000");
+    a.ok("detach");
+}
+
+#[test]
+fn the_dead_are_seen_by_those_who_wait_for_them() {
+    let arena = Arena::new();
+    let (mut a, mut b, mut c) = (arena.worker("a"), arena.worker("b"), arena.worker("c"));
+    let (ab, ba) = link(&mut a, &mut b);
+    let (bc, cb) = link(&mut b, &mut c);
+    a.ok(&format!("alloc {MIB} 1"));
+    a.ok("stall 1");
+    a.ok("fill 0 1 1");
+    a.ok(&format!("send {ab} 0 1"));
+    b.ok(&format!("recv {ba} 1"));
+    b.ok(&format!("forward {bc} 0"));
+    c.ok(&format!("recv {cb} lazy"));
+    // And something of b's that a holds.
+    b.ok(&format!("alloc {MIB}"));
+    b.ok(&format!("send {ba} 0"));
+    a.ok(&format!("recv {ab}"));
+    arena.owner.signal(libc::SIGKILL);
+    c.ask("ready 0 60000");
+    assert_eq!(c.answers_within(Duration::from_millis(100)), None, "a lives: it is waited for");
+    assert_eq!(b.number("leases"), 1);
+    a.die("kill");
+    assert!(c.answer().starts_with("err PeerDied"), "c never imported from a");
+    b.ok("sync 1");
+    b.fails("PeerDied", "ready 0");
+    eventually("what a held is b's again", || b.number("leases") == 0);
+}
+
+#[test]
+fn a_client_ends_with_its_owner_where_it_was_told_to() {
+    let arena = Arena::new();
+    let mut a = arena.worker_with("a", &[("MILLPOND_TEST_EXIT", "1")]);
+    arena.owner.signal(libc::SIGKILL);
+    a.said.wait();
+}
+
+#[test]
+fn an_owner_that_is_stopped_is_not_taken_for_dead() {
+    let arena = Arena::new();
+    let (mut a, mut b) = (arena.worker("a"), arena.worker("b"));
+    let (ab, ba) = link(&mut a, &mut b);
+    arena.owner.signal(libc::SIGSTOP);
+    a.ask(&format!("alloc {MIB}"));
+    assert_eq!(a.answers_within(Duration::from_millis(300)), None);
+    arena.owner.signal(libc::SIGCONT);
+    assert_eq!(a.answer(), "ok 0");
+    a.ok(&format!("send {ab} 0"));
+    b.ok(&format!("recv {ba}"));
+    assert_eq!(b.number("owner"), 1);
+}

@@ -1,0 +1,136 @@
+//! Many transfers, many clients, full tables; memory that goes back while others map it.
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
+
+mod common;
+
+use common::{block, eventually, link, plainly, tree, Arena, BOUND, MIB};
+use millpond_allocator::driver::Stream;
+use millpond_ipc::client::{Error, Outgoing, Place};
+use std::sync::Barrier;
+
+#[test]
+fn role() {
+    common::role();
+}
+
+fn outgoing(addr: u64, bytes: u64) -> Outgoing {
+    Outgoing { addr, bytes, place: Place::Host, stream: None, import: None, read_only: false }
+}
+
+#[test]
+fn sixty_four_clients_race_for_the_last_gib() {
+    let arena = Arena::with(1 << 30, 16 * MIB);
+    let clients: Vec<_> = (0..64).map(|n| arena.client(&format!("c{n}"))).collect();
+    assert!(matches!(millpond_ipc::client::Client::attach(&arena.options("one too many")), Err(Error::Refused(_))));
+    let start = Barrier::new(64);
+    let got: u64 = std::thread::scope(|scope| {
+        let racers: Vec<_> = clients
+            .iter()
+            .map(|client| {
+                scope.spawn(|| {
+                    let heap = client.heap(Place::Host).unwrap();
+                    start.wait();
+                    let mut got = 0;
+                    while heap.allocate(16 * MIB, Stream::LEGACY).is_ok() {
+                        got += 16 * MIB;
+                    }
+                    got
+                })
+            })
+            .collect();
+        racers.into_iter().map(|racer| racer.join().unwrap()).sum()
+    });
+    assert_eq!(got, 1 << 30, "all of it, and no more");
+    assert_eq!(arena.books(), (1 << 30, 0, 0));
+    let error = clients[0].heap(Place::Host).unwrap().allocate(16 * MIB, Stream::LEGACY).unwrap_err();
+    assert!(error.to_string().contains("held by"), "{error}");
+}
+
+#[test]
+fn a_thousand_transfers_leave_nothing_behind() {
+    let arena = Arena::new();
+    let (mut a, mut b) = (arena.worker("a"), arena.worker("b"));
+    let (ab, ba) = link(&mut a, &mut b);
+    let mut flat = (0, 0, 0);
+    for k in 0..1_000 {
+        let n = a.number(&format!("alloc {MIB} 1"));
+        a.ok(&format!("fill {n} {} 1", k % 251));
+        a.ok(&format!("send {ab} {n} 1"));
+        a.ok(&format!("free {n}"));
+        let i = b.number(&format!("recv {ba}"));
+        b.ok(&format!("check {i} {}", k % 251));
+        b.ok(&format!("release {i}"));
+        let now = |a: &mut common::Worker, b: &mut common::Worker| (a.number("fds"), b.number("fds"), b.number("vm"));
+        match k {
+            100 => flat = now(&mut a, &mut b),
+            999 => {
+                let end = now(&mut a, &mut b);
+                assert_eq!((end.0, end.1), (flat.0, flat.1), "descriptors");
+                assert!(end.2 <= flat.2 + 4096, "address space: {} kB, then {} kB", flat.2, end.2);
+            }
+            _ => {}
+        }
+    }
+    assert!(arena.row("a").unwrap().reserved <= 64 * MIB, "blocks come back while it goes on: {}", arena.ledger());
+}
+
+#[test]
+fn holds_are_used_again_and_a_full_table_has_a_name() {
+    let arena = Arena::new();
+    let (a, b) = (arena.client("a"), arena.client("b"));
+    let (to_b, to_a) = std::thread::scope(|scope| {
+        let x = scope.spawn(|| a.connect("b", BOUND).unwrap());
+        let y = scope.spawn(|| b.connect("a", BOUND).unwrap());
+        (x.join().unwrap(), y.join().unwrap())
+    });
+    let addr = block(&a, 512, 1);
+    let pass = || {
+        a.send(&to_b, tree(), &[outgoing(addr, 512)], None)?;
+        b.receive(&to_a, &plainly(true)).map(|message| message.tensors[0].import)
+    };
+    for _ in 0..20_000 {
+        b.release(pass().unwrap()).unwrap();
+    }
+    let held: Vec<u64> = (0..8192).map(|_| pass().unwrap()).collect();
+    let error = pass().unwrap_err();
+    assert!(matches!(&error, Error::OutOfMemory(why) if why.contains("8192")), "{error}");
+    b.release(held[17]).unwrap();
+    let one = pass().unwrap();
+    held.into_iter().enumerate().filter(|(n, _)| *n != 17).for_each(|(_, import)| b.release(import).unwrap());
+    assert_eq!(a.leases(), 1);
+    b.release(one).unwrap();
+    eventually("the lease ends", || a.leases() == 0);
+}
+
+#[test]
+fn what_is_given_back_is_dropped_by_those_who_map_it() {
+    let arena = Arena::new();
+    let (mut a, mut b) = (arena.worker("a"), arena.worker("b"));
+    let (ab, ba) = link(&mut a, &mut b);
+    a.ok(&format!("alloc {}", 32 * MIB));
+    a.ok("fill 0 1");
+    a.ok(&format!("send {ab} 0"));
+    b.ok(&format!("recv {ba}"));
+    // While it is read it cannot be given back.
+    a.ok("free 0");
+    assert_eq!(a.number("trim"), 0);
+    b.ok("check 0 1");
+    b.ok("release 0");
+    eventually("the lease ends", || a.number("leases") == 0);
+    // A reader that is stopped keeps its mapping, and the ledger says so.
+    b.said.signal(libc::SIGSTOP);
+    a.ok("trim");
+    eventually("retired", || arena.books() == (32 * MIB, 32 * MIB, 0));
+    b.said.signal(libc::SIGCONT);
+    arena.settles_at(0);
+}
+
+#[test]
+fn idle_clients_give_way() {
+    let arena = Arena::with(256 * MIB, 32 * MIB);
+    let (mut a, mut b) = (arena.worker("a"), arena.worker("b"));
+    a.ok(&format!("alloc {}", 192 * MIB));
+    a.ok("free 0");
+    b.ok(&format!("alloc {}", 192 * MIB));
+    assert!(arena.row("a").unwrap().reserved <= 64 * MIB);
+}

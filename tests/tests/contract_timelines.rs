@@ -1,0 +1,99 @@
+//! Timelines: values never go back, whatever the streams do.
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
+
+mod common;
+
+use common::{block, is_all, link, plainly, tree, Arena, BOUND, MIB};
+use millpond_ipc::client::{Outgoing, Place, ReceiveOptions};
+use std::collections::{HashMap, HashSet};
+
+#[test]
+fn role() {
+    common::role();
+}
+
+#[test]
+fn more_streams_than_slots_share_them_and_stay_in_order() {
+    let arena = Arena::new();
+    let (a, b) = (arena.client("a"), arena.client("b"));
+    let (to_b, to_a) = std::thread::scope(|scope| {
+        let x = scope.spawn(|| a.connect("b", BOUND).unwrap());
+        let y = scope.spawn(|| b.connect("a", BOUND).unwrap());
+        (x.join().unwrap(), y.join().unwrap())
+    });
+    let driver = a.driver(Place::Host).unwrap();
+    let mut seen: HashMap<u64, u64> = HashMap::new();
+    let mut used = HashSet::new();
+    for n in 0..300_u64 {
+        let stream = driver.stream_create().unwrap();
+        let addr = block(&a, 4096, 0);
+        driver.fill(addr, n as u8, 4096, stream).unwrap();
+        let outgoing = Outgoing { addr, bytes: 4096, place: Place::Host, stream: Some(stream), import: None, read_only: false };
+        a.send(&to_b, tree(), &[outgoing], None).unwrap();
+        // Every other frame is read off the wire: it names the signal.
+        if n % 2 == 0 {
+            let mut bytes = vec![0; 4096];
+            // SAFETY: the channel outlives the borrow.
+            let fd = unsafe { std::os::fd::BorrowedFd::borrow_raw(to_a.raw_fd()) };
+            let got = rustix::io::read(fd, &mut bytes).unwrap();
+            let frame: serde_json::Value = serde_json::from_slice(&bytes[4..got]).unwrap();
+            let (timeline, value) = (frame["ready"][0][0].as_u64().unwrap(), frame["ready"][0][1].as_u64().unwrap());
+            assert!(seen.insert(timeline, value).is_none_or(|before| before < value));
+            used.insert(timeline);
+        } else {
+            let options = ReceiveOptions { wait: true, ..plainly(false) };
+            let message = b.receive(&to_a, &options).unwrap();
+            assert!(is_all(message.tensors[0].addr, 4096, n as u8));
+            b.release(message.tensors[0].import).unwrap();
+        }
+        a.free(addr).unwrap();
+    }
+    assert!(used.len() <= 128, "{}", used.len());
+}
+
+#[test]
+fn one_signal_serves_a_message() {
+    let arena = Arena::new();
+    let (a, b) = (arena.client("a"), arena.client("b"));
+    let (to_b, to_a) = std::thread::scope(|scope| {
+        let x = scope.spawn(|| a.connect("b", BOUND).unwrap());
+        let y = scope.spawn(|| b.connect("a", BOUND).unwrap());
+        (x.join().unwrap(), y.join().unwrap())
+    });
+    let driver = a.driver(Place::Host).unwrap();
+    let stream = driver.stream_create().unwrap();
+    let outgoing: Vec<_> = (0..20)
+        .map(|_| Outgoing { addr: block(&a, 512, 3), bytes: 512, place: Place::Host, stream: Some(stream), import: None, read_only: false })
+        .collect();
+    a.send(&to_b, tree(), &outgoing, None).unwrap();
+    let mut bytes = vec![0; 1 << 16];
+    // SAFETY: the channel outlives the borrow.
+    let got = rustix::io::read(unsafe { std::os::fd::BorrowedFd::borrow_raw(to_a.raw_fd()) }, &mut bytes).unwrap();
+    let frame: serde_json::Value = serde_json::from_slice(&bytes[4..got]).unwrap();
+    assert_eq!((frame["ready"].as_array().unwrap().len(), frame["tensors"].as_array().unwrap().len()), (1, 20));
+}
+
+#[test]
+fn a_context_that_dies_is_reported_and_its_waiters_are_released() {
+    let arena = Arena::new();
+    // The second synchronisation fails as after an illegal address: the context is dead, the process is not.
+    let mut a = arena.worker_with("a", &[("MILLPOND_HOST_FAIL", "stream_synchronize:2:700")]);
+    let mut b = arena.worker("b");
+    let (ab, ba) = link(&mut a, &mut b);
+    a.ok(&format!("alloc {MIB} 1"));
+    a.ok("sync 1");
+    a.ok("stall 1");
+    a.ok("fill 0 1 1");
+    a.ok(&format!("send {ab} 0 1"));
+    b.ok(&format!("recv {ba} 1"));
+    b.ask("ready 0 60000");
+    a.fails("Test", "sync 1");
+    assert!(b.answer().starts_with("err PeerDied"));
+    b.ok("sync 1");
+    common::eventually("the ledger says so", || arena.row("a").is_some_and(|row| row.state == "faulted"));
+    // Its memory is in quarantine until it ends.
+    b.ok("release 0");
+    assert!(arena.row("a").unwrap().reserved >= MIB);
+    a.die("kill");
+    arena.settles_at(0);
+}
