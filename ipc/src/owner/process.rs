@@ -21,8 +21,9 @@ pub(super) fn credentials(socket: BorrowedFd<'_>) -> Result<Credentials, Errno> 
     let mut found = libc::ucred { pid: 0, uid: u32::MAX, gid: u32::MAX };
     let mut size = size_of::<libc::ucred>() as libc::socklen_t;
     // SAFETY: the socket is open, and the kernel writes at most `size` bytes to `found`. Not rustix: it has no pid 0.
-    let result =
-        unsafe { libc::getsockopt(socket.as_raw_fd(), libc::SOL_SOCKET, libc::SO_PEERCRED, std::ptr::from_mut(&mut found).cast(), &mut size) };
+    let result = unsafe {
+        libc::getsockopt(socket.as_raw_fd(), libc::SOL_SOCKET, libc::SO_PEERCRED, std::ptr::from_mut(&mut found).cast(), &mut size)
+    };
     if result != 0 {
         return Err(Errno::from_io_error(&std::io::Error::last_os_error()).unwrap_or(Errno::INVAL));
     }
