@@ -4,8 +4,8 @@ At every `arena.accept()` and its `connection()`: both sides send 8x8 float32, a
 one of no elements, one at an offset in its block, bytes from outside of the arena and inline ones, and compare what came,
 byte by byte. Where that fails the worker is refused by name. There is no switch.
 
-The GPU tier is proved at a connection's first GPU value, in whichever direction it goes (`Prover`): a process that never sends
-one pays nothing and needs neither torch nor a context. Where that fails, GPU values of this connection go through host memory.
+The GPU tier is proved at a connection's first GPU value, in each direction by itself (`Prover`): a process that never sends one
+pays nothing and needs neither torch nor a context. Where that fails, GPU values of this connection go through host memory.
 A peer that is busy does not hold the value up: it goes right behind its canary, and the peer, which looks at the canary first,
 refuses the value if that was wrong. The canary has a stream of its own, so nobody's kernels stand before it.
 """
@@ -151,7 +151,7 @@ def _check_one(side, name, value):
 def greet(channel, side, timeout=None):
     """Proves a new connection; both sides call it. The parent raises `Refused` with the worker's name, the worker `Refused`
     with the reason."""
-    end = time.monotonic() + (30.0 if timeout is None else max(timeout, 1.0))
+    end = time.monotonic() + (30.0 if timeout is None else max(timeout, 10.0))
     try:
         _greet_worker(channel, end) if side == "parent" else _greet_parent(channel, end)
     except errors.Refused:
@@ -220,116 +220,126 @@ def check_ticket(text):
 
 
 class Prover:
-    """Proves the GPU tier of one connection, at its first GPU value."""
+    """Proves the GPU tier of one connection, without waiting: the probes go ahead of the first GPU value, so the other side
+    has looked at them before it hands that value out. Where they are wrong it drops what comes until it is told that the
+    tier is off, and this side, which has kept what it sent since, sends that again by host memory, in order.
+
+    Messages: ["k", "gpu"] probes; ["k", "gpu-ok"], ["k", "gpu-blind"] (no torch there: it only passes values on),
+    ["k", "gpu-bad"] why; ["k", "gpu-off"]."""
 
     def __init__(self, channel):
         self._channel = channel
-        self._lock = threading.Lock()
-        self._ids = itertools.count(1)
-        #: None (not proved), True, False; "blind" where the other side has no CUDA in use: it can only pass values on.
-        self.state = None
+        #: What this side may send: None (no GPU value yet), "asked", True, "blind", False.
+        self.out = None
+        #: Why not.
         self.reason = None
-        self._asked = None
-        self.answers = {}
+        #: Whether what comes is dropped until the other side knows that the tier is off.
+        self.dropping = False
+        self._kept = []
 
-    def allows(self):
-        """Whether GPU values may go by the GPU arena now."""
-        if self.state is None:
-            with self._lock:
-                if self.state is None:
-                    self._prove()
-        return self.state is not False
+    def admit(self, encoded, message):
+        """Called with the sending lock held, before `encoded` is sent; false: it must be encoded again, without the GPU arena.
+        `message`: what is needed to send it again."""
+        if encoded.gpu:
+            if self.out is None:
+                self._ask()
+            if self.out is False:
+                return False
+        if self.out == "asked":
+            self._kept.append(message)
+        return True
 
-    def _prove(self):
+    def _ask(self):
+        backend = gpu_backend()
+        if not isinstance(backend, _Backend):
+            self.out = "blind"
+            return
+        try:
+            self._channel._transmit(["k", "gpu"], backend.probes())
+        except _ENDED:
+            raise
+        except Exception as e:  # whatever torch or the driver says
+            self._off(f"its canary could not be sent: {type(e).__name__}: {e}")
+            return
+        self.out = "asked"
+
+    def receive(self, message):
+        """A message of the GPU tier's canary, on the reading thread, with no lock held."""
+        step = message.header[1]
+        if step == "gpu":
+            self._look_at(message)
+        elif step == "gpu-off":
+            self.dropping = False
+        elif step in ("gpu-ok", "gpu-blind"):
+            with self._channel._sending:
+                if self.out == "asked":
+                    self.out = True if step == "gpu-ok" else "blind"
+                    self._kept.clear()
+        elif step == "gpu-bad":
+            self._send_again(message.decode())
+
+    def _look_at(self, message):
         backend = gpu_backend()
         if backend is None:
-            self._settle("blind")
+            self._channel._quietly(["k", "gpu-blind"])
             return
-        patience = GPU_PATIENCE
-        if self._asked is None:
-            with _aside(backend):
-                try:
-                    values = backend.probes()
-                except errors.OutOfMemory:
-                    return  # there is none for the canary now, so the proof is left to a later value
-                except Exception as e:  # whatever torch or the driver says
-                    self._settle(False, f"its canary could not be made: {type(e).__name__}: {e}")
-                    return
-                self._asked = next(self._ids)
-                self._channel._transmit(["k", "gpu", self._asked], values)
-        else:
-            patience = 0.0
-        channel = self._channel
         try:
-            message = channel._wait(lambda: self.answers.pop(self._asked, None), patience)
-        except errors.Timeout:
-            return  # it is busy: the value goes behind its canary, and the next one asks for the answer again
-        with _aside(backend):
-            self._conclude(backend, message)
-
-    def _conclude(self, backend, message):
-        try:
-            answer = message.decode()
-            wrong = answer["wrong"]
-            if wrong is None:
-                self._settle("blind")
-                return
-            wrong = [f"{name}, to {self._channel.peer.name}: {why}" for name, why in wrong.items()]
-            wrong += [f"{name}, from {self._channel.peer.name}: {why}" for name, why in backend.check(answer["values"]).items()]
+            if not isinstance(backend, _Backend):
+                raise errors.Unsupported(backend)
+            wrong = backend.check(message.decode())
+            why = "; ".join(f"{name}: {what}" for name, what in wrong.items())
         except Exception as e:  # what cannot even be looked at is wrong
-            wrong = [f"{type(e).__name__}: {e}"]
-        reason = "; ".join(wrong)
-        self._channel._quietly(["k", "gpu-verdict"], reason or None)
-        self._settle(not wrong, reason)
-
-    def answer(self, message):
-        """The other side asks: its probes are looked at, and ours go back."""
-        number = message.header[2]
-        backend = gpu_backend()
-        if backend is None:
-            self._channel._quietly(["k", "gpu-answer", number], {"wrong": None})
+            why = f"{type(e).__name__}: {e}"
+        if not why:
+            self._channel._quietly(["k", "gpu-ok"])
             return
-        values = {}
-        with _aside(backend):
-            try:
-                wrong = backend.check(message.decode())
-                values = backend.probes()
-            except Exception as e:
-                wrong = {"everything": f"{type(e).__name__}: {e}"}
-            self._channel._quietly(["k", "gpu-answer", number], {"wrong": wrong, "values": values})
-        if wrong:
-            self._settle(False, "; ".join(f"{name}, from {self._channel.peer.name}: {why}" for name, why in wrong.items()))
+        self.dropping = True
+        if self.out is None:
+            self._off(f"from {self._channel.peer.name}: {why}")
+        self._channel._quietly(["k", "gpu-bad"], why)
 
-    def verdict(self, reason):
-        """What the other side concluded."""
-        self._settle(reason is None, reason)
+    def _send_again(self, why):
+        channel = self._channel
+        with channel._sending:
+            self._off(f"to {channel.peer.name}: {why}")
+            again, self._kept = self._kept, []
+            channel._quietly(["k", "gpu-off"])
+            for header, value, readonly, root in again:
+                try:
+                    channel._transmit(header, value, None, readonly, root)
+                except _ENDED:
+                    return
+                except errors.Error as e:
+                    log.error("a value to %s is lost, it could not be sent again by host memory: %s", channel.peer.name, e)
 
-    def _settle(self, state, reason=None):
-        self.state = state
-        if state is False:
-            self.reason = f"the GPU tier failed its canary and is off for this connection: {reason}"
-            log.warning("GPU tier of the connection to %s is off, its values go through host memory: %s", self._channel.peer.name, reason)
+    def _off(self, why):
+        self.out = False
+        self.reason = f"the GPU tier failed its canary and is off for this connection: {why}"
+        log.warning("GPU tier of the connection to %s is off, its values go through host memory: %s", self._channel.peer.name, why)
 
 
-def _aside(backend):
-    """A stream of the canary's own, where the backend has streams."""
-    return getattr(backend, "aside", contextlib.nullcontext)()
+_ENDED = (errors.Closed, errors.PeerDied, errors.OwnerDied, errors.NotAttached, errors.Forked)
 
 
 def gpu_backend():
-    """How GPU probes are made and looked at here: by torch, where this process uses its GPU or is about to; else None, for
-    a process that only passes values on is to get no context by this."""
+    """How GPU probes are made and looked at here: by torch. None where torch is not loaded; a text, why not, where it is but
+    has no GPU."""
     import sys
 
     torch = sys.modules.get("torch")
     cuda = getattr(torch, "cuda", None)
-    installed = getattr(sys.modules.get("millpond.torch"), "installed", lambda: None)
-    if cuda is None or not (getattr(cuda, "is_initialized", lambda: False)() or installed()):
+    if cuda is None:
         return None
+    if not getattr(cuda, "is_available", lambda: False)():
+        return "torch has no GPU in this process"
     return _Torch(torch)
 
 
-class _Torch:
+class _Backend:
+    """Makes probes and checks them."""
+
+
+class _Torch(_Backend):
     """GPU probes by torch, on the current device."""
 
     _SEED = 200

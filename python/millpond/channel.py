@@ -87,13 +87,19 @@ class Channel(_calls.Calls):
     def _transmit(self, header, value, timeout=None, readonly=False, root="out"):
         if self._ended is not None:
             raise type(self._ended)(*self._ended.args)
-        encoded = self._encode(header, value, readonly, root)
-        if not self._sending.acquire(timeout=-1 if timeout is None else timeout):
-            raise errors.Timeout(f"another thread has been sending for {timeout} s")
-        try:
-            flags = _native.send(self._handle, encoded.text, encoded.tensors, _native.milliseconds(timeout))
-        finally:
-            self._sending.release()
+        while True:
+            encoded = self._encode(header, value, readonly, root)
+            if not self._sending.acquire(timeout=-1 if timeout is None else timeout):
+                raise errors.Timeout(f"another thread has been sending for {timeout} s")
+            try:
+                if header[0] != "k" and not self._gpu.admit(encoded, (header, value, readonly, root)):
+                    continue
+                flags = _native.send(self._handle, encoded.text, encoded.tensors, _native.milliseconds(timeout))
+                break
+            finally:
+                self._sending.release()
+        if self._gpu.out == "asked":
+            self._poll()  # for the answer, where nobody receives here
         if header[0] == "k":
             return None
         copies, copied_bytes = encoded.copies, encoded.copied_bytes
@@ -111,12 +117,10 @@ class Channel(_calls.Calls):
 
     def _encode(self, header, value, readonly, root):
         """Encodes for this peer: GPU values by the GPU arena if it is proved, else by host memory."""
-        gpu = self._gpu
         if header[0] == "k":
             return _tree.encode(value, header, root, readonly)
-        encoded = _tree.encode(value, header, root, readonly, gpu.state is not False)
-        if encoded.gpu and gpu.state is None and not gpu.allows():
-            encoded = _tree.encode(value, header, root, readonly, False)
+        gpu = self._gpu
+        encoded = _tree.encode(value, header, root, readonly, gpu.out is not False)
         for reason, nbytes in encoded.falls:
             self._tiers.fell(gpu.reason if reason is None else reason, nbytes, loud=True)
         return encoded
@@ -170,23 +174,16 @@ class Channel(_calls.Calls):
         # thread that will use the values, with its streams, may be another.
         text, tensors, sender = _native.receive(self._handle, ms, _native.LAZY, ())
         message = _decode.Received(text, tensors, sender)
-        if message.header[0] == "l":
-            _calls.emit_log(message.decode())  # here, where no lock is held: handlers may do anything
+        kind = message.header[0]
+        if kind == "k":
+            if not message.header[1].startswith("gpu"):
+                return message
+            self._gpu.receive(message)  # here, where no lock is held
             return None
-        if message.header[0] == "k":
-            return self._receive_canary(message)
-        if self._gpu.state is False and any(tensor[4] >= 0 for tensor in tensors):
-            message.refuse(self._gpu.reason)  # it was on its way before the other side knew
-        return message
-
-    def _receive_canary(self, message):
-        """Answers a canary of the other side's, here, where no lock is held; what answers ours goes to its waiter."""
-        step = message.header[1]
-        if step == "gpu":
-            self._gpu.answer(message)
-            return None
-        if step == "gpu-verdict":
-            self._gpu.verdict(message.decode())
+        if self._gpu.dropping:
+            return None  # it comes again, by host memory
+        if kind == "l":
+            _calls.emit_log(message.decode())  # handlers may do anything
             return None
         return message
 
@@ -220,10 +217,7 @@ class Channel(_calls.Calls):
         if message.header[0] == "m":
             self._inbox.append(message)
         elif message.header[0] == "k":
-            if message.header[1] == "gpu-answer":
-                self._gpu.answers[message.header[2]] = message
-            else:
-                self._canaries.append(message)
+            self._canaries.append(message)
         else:
             self._dispatch_call(message)
         self._state.notify_all()

@@ -131,7 +131,7 @@ def other_pythons():
             yield python
 
 
-@pytest.mark.parametrize("python", other_pythons())
+@pytest.mark.parametrize("python", list(other_pythons()))
 def test_a_worker_of_another_python_and_torch(arena, folder, python):
     from comfy_env.isolation.workers import SubprocessWorker
 

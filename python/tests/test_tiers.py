@@ -2,7 +2,6 @@
 
 import contextlib
 import ctypes
-import gc
 import logging
 import os
 import subprocess
@@ -18,7 +17,7 @@ from millpond import _dtypes, _leaves, _memory, _ref, _streams, _tree, canary
 WORKER = os.path.join(HERE, "worker_main.py")
 
 
-class Gpu:
+class Gpu(canary._Backend):
     """GPU probes over memory that only claims to be a GPU's."""
 
     spoil = None
@@ -40,7 +39,6 @@ def gpu(monkeypatch, pair):
     """Two ends of a channel, GPU memory that is a stand-in, and a thread that reads at the far end."""
     backend = Gpu()
     monkeypatch.setattr(canary, "gpu_backend", lambda: backend)
-    monkeypatch.setattr(canary, "GPU_PATIENCE", 5.0)
     monkeypatch.setattr(_streams, "gpus", lambda: 1)
     hosted = []
 
@@ -66,73 +64,81 @@ def value(number=7):
     return _ref.Ref(memory, 0, _dtypes.lookup("uint8"), (100,), None, "r")
 
 
+def answer(channel):
+    """Reads what has come, as a recv or a call would."""
+    channel._poll()
+
+
 def test_the_gpu_tier_is_proved_at_the_first_gpu_value_and_not_before(gpu):
     _, near, far, got, reader = gpu
     reader.start()
     near.send("no GPU here")
-    assert near._gpu.state is None and far._gpu.state is None
+    assert near._gpu.out is None
     near.send(value())
+    assert near._gpu.out in ("asked", True)
     reader.join(20)
-    assert near._gpu.state is True and far._gpu.state is True, "both sides know"
+    answer(near)
+    assert near._gpu.out is True and not near._gpu._kept
     assert got[0] == "no GPU here" and isinstance(got[1], _ref.Ref)
+    assert far._gpu.out is None, "the other direction proves itself when it is used"
 
 
 @pytest.mark.parametrize("spoil", ["bytes", "raise"])
 def test_a_gpu_tier_that_corrupts_is_off_for_this_connection_said_once_and_work_goes_on(gpu, caplog, spoil):
     backend, near, far, got, reader = gpu
     backend.spoil = spoil
-    reader.start()
     with caplog.at_level(logging.INFO):
+        near.send("before")
         near.send(value(1))
+        near.send("between")
         near.send(value(2))
-        reader.join(20)
-    assert near._gpu.state is False and far._gpu.state is False
-    assert [bytes(g) for g in got] == [b"\1" * 3200, b"\2" * 3200], "the values came, by host memory"
-    assert near.tiers["host"] == 2
+        assert near._gpu.out == "asked" and len(near._gpu._kept) == 3, "it did not wait for an answer"
+        with pytest.raises(millpond.Timeout):
+            assert far.recv(timeout=1, lazy=True) == "before"
+            far.recv(timeout=0.2, lazy=True)
+        assert far._gpu.dropping, "nothing that came by the bad tier is handed out"
+        answer(near)
+        near.send(value(3))
+        after = [far.recv(timeout=5, lazy=True) for _ in range(4)]
+    assert near._gpu.out is False and far._gpu.out is False and not near._gpu._kept
+    assert after[1] == "between" and [bytes(a) for a in (after[0], after[2], after[3])] == [bytes([n]) * 3200 for n in (1, 2, 3)]
+    assert near.tiers["host"] == 3
     said = [r for r in caplog.records if "failed its canary" in r.getMessage()]
-    assert len([r for r in said if "to b:" in r.getMessage()]) == 1, "once for the values"
-    assert all(r.levelno == logging.WARNING for r in said)
+    assert len(said) == 1 and said[0].levelno == logging.WARNING, "once for the values"
     assert any("failed its canary" in reason for reason in millpond.tiers.falls())
-
-
-def test_a_busy_peer_holds_nothing_up_and_the_value_goes_behind_its_canary(gpu, monkeypatch):
-    _, near, far, got, reader = gpu
-    monkeypatch.setattr(canary, "GPU_PATIENCE", 0.05)
-    near.send(value(3))
-    assert near._gpu.state is None and near.tiers["host"] == 0
     reader.start()
-    near.send("x")
-    reader.join(20)
-    assert isinstance(got[0], _ref.Ref) and got[1] == "x" and far._gpu.state is None
-    near.send(value(4))
-    assert near._gpu.state is True and near.tiers["arena"] + near.tiers["copy"] >= 2
-    assert isinstance(far.recv(timeout=5, lazy=True), _ref.Ref)
+    near.send("a")
+    near.send("b")
 
 
-def test_a_busy_peer_refuses_a_value_behind_a_canary_that_is_wrong(gpu, monkeypatch):
-    backend, near, far, _, _ = gpu
-    monkeypatch.setattr(canary, "GPU_PATIENCE", 0.05)
-    near.send(value(3))
+def test_a_call_over_a_corrupting_tier_is_answered_all_the_same(gpu):
+    backend, near, far, got, reader = gpu
     backend.spoil = "bytes"
-    said = None
-    try:
-        far.recv(timeout=5, lazy=True)
-    except millpond.Refused as e:
-        said = str(e)
-    assert said is not None and "failed its canary" in said
-    near.send(value(4))
-    assert near._gpu.state is False and bytes(far.recv(timeout=5, lazy=True)) == b"\4" * 3200
-    gc.collect()
 
+    @far.serve
+    def size(data):
+        return len(bytes(data))
 
-def test_a_side_without_cuda_only_passes_values_on(gpu, monkeypatch):
-    _, near, far, got, reader = gpu
+    server = threading.Thread(target=far.serve_forever, daemon=True)
+    server.start()
+    assert near.call("size", value(4), timeout=10) == 3200
+    assert near.call("size", b"x" * 10, timeout=10) == 10
+    far.stop()
+    server.join(10)
     reader.start()
+    near.send("a")
+    near.send("b")
+
+
+def test_a_side_without_torch_only_passes_values_on(gpu, monkeypatch):
+    _, near, far, got, reader = gpu
     monkeypatch.setattr(canary, "gpu_backend", lambda: None)
+    reader.start()
     near.send(value())
     near.send(value())
     reader.join(20)
-    assert near._gpu.state == "blind" and all(isinstance(g, _ref.Ref) for g in got)
+    answer(near)
+    assert near._gpu.out == "blind" and all(isinstance(g, _ref.Ref) for g in got)
 
 
 # On the host driver, between two processes.
