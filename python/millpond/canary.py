@@ -6,8 +6,8 @@ byte by byte. Where that fails the worker is refused by name. There is no switch
 
 The GPU tier is proved at a connection's first GPU value, in each direction by itself (`Prover`): a process that never sends one
 pays nothing and needs neither torch nor a context. Where that fails, GPU values of this connection go through host memory.
-A peer that is busy does not hold the value up: it goes right behind its canary, and the peer, which looks at the canary first,
-refuses the value if that was wrong. The canary has a stream of its own, so nobody's kernels stand before it.
+A peer that is busy does not hold the value up: it goes right behind its canary. The canary has a stream of its own, so nobody's
+kernels stand before it.
 """
 
 import contextlib
@@ -21,8 +21,8 @@ from .tiers import log
 
 #: Over two mebibytes, and no multiple of anything.
 LARGE = (2 << 20) + 4097
-#: How long a first GPU value waits for the other side's word on the tier. A peer that is receiving gives it in milliseconds.
-GPU_PATIENCE = 0.2
+#: How long what was sent behind an unanswered GPU canary is kept, to be sent again by host memory if that was wrong.
+GPU_PATIENCE = 2.0
 _PERIOD = 251
 #: The worker's own large probe is written and compared every so many bytes, and at its end: its pages are new, and the kernel
 #: takes longer to clear them all than the rest of the canary takes.
@@ -255,13 +255,27 @@ class Prover:
             self.out = "blind"
             return
         try:
-            self._channel._transmit(["k", "gpu"], backend.probes())
+            with backend.aside():
+                self._channel._transmit(["k", "gpu"], backend.probes())
         except _ENDED:
             raise
         except Exception as e:  # whatever torch or the driver says
             self._off(f"its canary could not be sent: {type(e).__name__}: {e}")
             return
         self.out = "asked"
+        threading.Thread(target=self._await_answer, name="millpond-canary", daemon=True).start()
+
+    def _await_answer(self):
+        """What is kept to be sent again is not kept for ever: not for a peer that has died, nor for one that never reads."""
+        end = time.monotonic() + GPU_PATIENCE
+        while self.out == "asked" and self._channel._ended is None and time.monotonic() < end:
+            time.sleep(0.02)
+            try:
+                self._channel._poll()
+            except errors.Error:
+                break
+        with self._channel._sending:
+            self._kept.clear()
 
     def receive(self, message):
         """A message of the GPU tier's canary, on the reading thread, with no lock held."""
@@ -286,7 +300,8 @@ class Prover:
         try:
             if not isinstance(backend, _Backend):
                 raise errors.Unsupported(backend)
-            wrong = backend.check(message.decode())
+            with backend.aside():
+                wrong = backend.check(message.decode())
             why = "; ".join(f"{name}: {what}" for name, what in wrong.items())
         except Exception as e:  # what cannot even be looked at is wrong
             why = f"{type(e).__name__}: {e}"
@@ -328,15 +343,20 @@ def gpu_backend():
 
     torch = sys.modules.get("torch")
     cuda = getattr(torch, "cuda", None)
-    if cuda is None:
-        return None
+    installed = getattr(sys.modules.get("millpond.torch"), "installed", lambda: None)
+    if cuda is None or not (getattr(cuda, "is_initialized", lambda: False)() or installed()):
+        return None  # a process that only passes values on is to get no context by this
     if not getattr(cuda, "is_available", lambda: False)():
         return "torch has no GPU in this process"
     return _Torch(torch)
 
 
 class _Backend:
-    """Makes probes and checks them."""
+    """Makes probes and checks them, on a stream of the canary's own: nobody's kernels stand before it."""
+
+    @staticmethod
+    def aside():
+        return contextlib.nullcontext()
 
 
 class _Torch(_Backend):

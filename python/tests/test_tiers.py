@@ -39,6 +39,7 @@ def gpu(monkeypatch, pair):
     """Two ends of a channel, GPU memory that is a stand-in, and a thread that reads at the far end."""
     backend = Gpu()
     monkeypatch.setattr(canary, "gpu_backend", lambda: backend)
+    monkeypatch.setattr(canary.Prover, "_await_answer", lambda self: None)  # answers are read where a test says so
     monkeypatch.setattr(_streams, "gpus", lambda: 1)
     hosted = []
 
@@ -67,6 +68,30 @@ def value(number=7):
 def answer(channel):
     """Reads what has come, as a recv or a call would."""
     channel._poll()
+
+
+_await_answer = canary.Prover._await_answer
+
+
+def test_what_is_kept_for_a_peer_that_never_answers_is_let_go(gpu, monkeypatch):
+    _, near, far, got, reader = gpu
+    monkeypatch.setattr(canary, "GPU_PATIENCE", 0.05)
+    near.send(value())
+    assert near._gpu.out == "asked" and len(near._gpu._kept) == 1
+    _await_answer(near._gpu)
+    assert near._gpu.out == "asked" and not near._gpu._kept
+    reader.start()
+    near.send("x")
+
+
+def test_an_answer_is_read_where_nobody_receives(gpu, monkeypatch):
+    _, near, far, got, reader = gpu
+    near.send(value())
+    reader.start()
+    near.send("x")
+    reader.join(20)
+    _await_answer(near._gpu)
+    assert near._gpu.out is True
 
 
 def test_the_gpu_tier_is_proved_at_the_first_gpu_value_and_not_before(gpu):
