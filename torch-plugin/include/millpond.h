@@ -124,6 +124,7 @@ const char *millpond_version(void);
 // | close, channel_fd | channel | {}; fd, for poll: it stays the library's |
 // | ledger; read_ledger | ; socket, key | the ledger |
 // | stats, reset_peak_stats, reset_accumulated_stats, snapshot | device | torch's memory_stats, {}, {}, memory_snapshot |
+// | begin_scope; end_scope | device; device, scope | scope; the counters of `stats` since then, allocated and freed from zero |
 // | trim, get_fraction, set_fraction | device; fraction | bytes; fraction; {} |
 // | counters | | messages, tensors, copies and socket bytes so far; leases, imported_bytes, foreign_frees |
 // | locate | address | kind (block, import, foreign), window, offset, device |
