@@ -1,5 +1,6 @@
 # make demo    real weights go round a parent and two workers, all in one memory
 # make test    all tests, Rust and Python
+# make test-doors   the same with the real pyisolate, comfy-env and Ray, and torch: downloads 3 GB the first time
 # make lint    formatting, clippy, documentation
 # make bench   the benches that need no GPU
 # Everything that is needed is set up in .venv and target; nothing is installed elsewhere.
@@ -8,7 +9,7 @@ PY     := .venv/bin/python
 export CARGO_TERM_COLOR ?= auto
 SOURCES := $(shell git ls-files 2>/dev/null | grep -E '^(Cargo\.|allocator/|ipc/|torch-plugin/|python/(millpond|pyproject|hatch))' | grep -v '/tests/')
 
-.PHONY: demo test test-rust test-python lint bench header clean
+.PHONY: demo test test-rust test-python test-doors lint bench header clean
 demo: .venv/.millpond .venv/.demo
 	.venv/bin/millpond demo $(ARGS)
 
@@ -20,6 +21,9 @@ test-rust:
 test-python: .venv/.millpond .venv/.test
 	MILLPOND_TEST_INSTALLED=1 MILLPOND_TEST_NATIVE=1 $(PY) -m pytest -q python/tests
 
+test-doors: .venv/.millpond .venv/.test .venv/.doors
+	MILLPOND_TEST_INSTALLED=1 MILLPOND_TEST_NATIVE=1 $(PY) -m pytest -q -rs python/tests
+
 lint:
 	cargo fmt --all --check
 	cargo clippy --workspace --all-targets --all-features --locked -- -D warnings
@@ -29,6 +33,7 @@ header:
 	MILLPOND_WRITE_HEADER=1 cargo test -q -p millpond-torch --test header
 
 bench: .venv/.millpond
+	cargo bench -p millpond-benches --locked -- --warm-up-time 1 --measurement-time 2
 	.venv/bin/millpond bench $(ARGS)
 
 .venv/.made:
@@ -48,6 +53,11 @@ bench: .venv/.millpond
 
 .venv/.test: .venv/.made
 	$(PY) -m pip install -q --disable-pip-version-check numpy safetensors ml_dtypes pytest
+	touch $@
+
+.venv/.doors: .venv/.made
+	$(PY) -m pip install -q --disable-pip-version-check torch uv tomli tomli-w ray
+	$(PY) -m pip install -q --disable-pip-version-check --no-deps pyisolate==0.10.2 comfy-env==0.4.46
 	touch $@
 
 clean:

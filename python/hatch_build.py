@@ -7,6 +7,7 @@ needs this machine's glibc or a newer one). For a `manylinux_2_28` wheel build w
     MILLPOND_PREBUILT=DIR              take libmillpond_torch.so and millpond from DIR, and do not run cargo
     MILLPOND_WHEEL_PLATFORM=manylinux_2_28_x86_64
 """
+
 import os
 import subprocess
 import sysconfig

@@ -7,6 +7,8 @@ use millpond_allocator::driver::DeviceId;
 use serde::Serialize;
 
 use crate::control::{ClientState, Control, DeviceRow, GrantRow, LiveRow, MAX_CLIENTS, MAX_DEVICES};
+use crate::lends::Lend;
+use crate::nvml::{Nvml, Usage};
 
 /// Everything that is held under one owner, at one moment. Sizes are in bytes.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
@@ -15,6 +17,8 @@ pub struct Ledger {
     pub token: String,
     /// Its devices.
     pub devices: Vec<DeviceLedger>,
+    /// Who lends what to whom.
+    pub lends: Vec<Lend>,
 }
 
 /// One device.
@@ -42,6 +46,12 @@ pub struct DeviceLedger {
     pub refusals: u64,
     /// Clients buried so far.
     pub deaths: u64,
+    /// What the arena cannot see, where somebody looked: [`Ledger::look_outside`].
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub outside: Option<Usage>,
+    /// Why it is not known, where somebody looked in vain.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub outside_unknown: Option<String>,
     /// Those who are attached, or dead with something left.
     pub clients: Vec<ClientLedger>,
 }
@@ -94,16 +104,57 @@ pub struct ClientLedger {
 }
 
 impl Ledger {
-    /// Reads it. `now_ms` is `CLOCK_MONOTONIC` in milliseconds. Rows are whole; the ledger as one is not frozen.
+    /// Reads the rows; [`lends`](Self::lends) stays empty. `now_ms` is `CLOCK_MONOTONIC` in milliseconds. Rows are whole; the
+    /// ledger as one is not frozen.
     #[must_use]
     pub fn read(control: &Control, now_ms: u64) -> Self {
         let [high, low] = control.token();
         let devices = (0..MAX_DEVICES as u32).filter_map(|device| DeviceLedger::read(control, device, now_ms)).collect();
-        Self { token: format!("{high:016x}{low:016x}"), devices }
+        Self { token: format!("{high:016x}{low:016x}"), devices, lends: Vec::new() }
+    }
+
+    /// Reads the rows and the holds.
+    #[must_use]
+    pub fn read_with_lends(control: &Control, now_ms: u64) -> Self {
+        Self { lends: crate::lends::read(control), ..Self::read(control, now_ms) }
+    }
+
+    /// Adds what the driver says of each device, or why it says nothing.
+    pub fn look_outside(&mut self, nvml: &Result<Nvml, String>) {
+        for device in &mut self.devices {
+            let found = match nvml {
+                _ if device.is_host() => Err("memory of the host is not counted by process here".to_owned()),
+                Ok(nvml) => nvml.usage(&device.id, device.reserved),
+                Err(why) => Err(why.clone()),
+            };
+            (device.outside, device.outside_unknown) = match found {
+                Ok(usage) => (Some(usage), None),
+                Err(why) => (None, Some(why)),
+            };
+        }
+    }
+
+    /// The name of the client in a slot.
+    #[must_use]
+    pub fn name_of(&self, slot: u32) -> String {
+        let mut clients = self.devices.iter().flat_map(|device| &device.clients);
+        clients.find(|client| client.client == slot).map_or_else(|| format!("client {slot}"), |client| client.name.clone())
     }
 }
 
 impl DeviceLedger {
+    /// Whether it is the host: CPU memory.
+    #[must_use]
+    pub fn is_host(&self) -> bool {
+        self.id.starts_with("HOST-")
+    }
+
+    /// What the arena may still take of it.
+    #[must_use]
+    pub fn free_under_limit(&self) -> u64 {
+        self.limit.saturating_sub(self.reserved)
+    }
+
     fn read(control: &Control, device: u32, now_ms: u64) -> Option<Self> {
         let row: DeviceRow = control.device(device)?.read()?;
         if (row.id_high, row.id_low) == (0, 0) {
@@ -123,12 +174,29 @@ impl DeviceLedger {
             growths: row.growths,
             refusals: row.refusals,
             deaths: row.deaths,
+            outside: None,
+            outside_unknown: None,
             clients: clients.collect(),
         })
     }
 }
 
 impl ClientLedger {
+    /// What it has but does not use: at most this much a trim could give back, in whole chunks.
+    #[must_use]
+    pub fn slack(&self) -> u64 {
+        self.reserved.saturating_sub(self.allocated)
+    }
+
+    /// How scattered its free memory is: 0 where it is one block, near 1 where it is many small ones.
+    #[must_use]
+    pub fn fragmentation(&self) -> f64 {
+        match self.slack() {
+            0 => 0.0,
+            slack => 1.0 - self.largest_free.min(slack) as f64 / slack as f64,
+        }
+    }
+
     fn read(control: &Control, client: u32, device: u32, now_ms: u64) -> Option<Self> {
         let row = control.client(client)?.read()?;
         let state = ClientState::from_word(row.state);
@@ -165,7 +233,8 @@ impl ClientLedger {
 }
 
 /// A size as a person reads it.
-fn size(bytes: u64) -> String {
+#[must_use]
+pub fn size(bytes: u64) -> String {
     match bytes {
         0 => "0".to_owned(),
         1..=0xf_ffff => format!("{:.1} KiB", bytes as f64 / 1024.0),
@@ -174,7 +243,22 @@ fn size(bytes: u64) -> String {
     }
 }
 
-const HEADINGS: [&str; 10] = ["client", "pid", "state", "reserved", "peak", "chunks", "allocated", "blocks", "leased out", "leased in"];
+const COLUMNS: usize = 13;
+const HEADINGS: [&str; COLUMNS] = [
+    "client",
+    "pid",
+    "state",
+    "reserved",
+    "peak",
+    "limit",
+    "chunks",
+    "allocated",
+    "blocks",
+    "largest free",
+    "leased out",
+    "leased in",
+    "beat",
+];
 
 /// A table for people.
 impl fmt::Display for Ledger {
@@ -184,6 +268,11 @@ impl fmt::Display for Ledger {
                 writeln!(f)?;
             }
             write!(f, "{device}")?;
+        }
+        for lend in &self.lends {
+            let to = lend.to.map_or_else(|| "whoever takes it".to_owned(), |to| self.name_of(to));
+            let (from, bytes, holds) = (self.name_of(lend.from), size(lend.bytes), lend.holds);
+            writeln!(f, "  {from} lends {bytes} to {to} ({holds} {})", if holds == 1 { "hold" } else { "holds" })?;
         }
         Ok(())
     }
@@ -195,10 +284,18 @@ impl fmt::Display for DeviceLedger {
         write!(f, "  {} of {} reserved (peak {}, device {})", size(self.reserved), size(self.limit), size(self.peak), size(self.total))?;
         writeln!(f, ", {} retired, {} orphaned", size(self.retired), size(self.orphaned))?;
         writeln!(f, "  {} growths, {} refusals, {} deaths", self.growths, self.refusals, self.deaths)?;
+        if let Some(usage) = &self.outside {
+            write!(f, "  outside the arena: {} used, {} free", size(usage.outside), size(usage.free))?;
+            let used = |p: &crate::nvml::ProcessUsage| format!("pid {}: {}", p.pid, p.used.map_or_else(|| "?".to_owned(), size));
+            let by: Vec<String> = usage.processes.iter().map(used).collect();
+            writeln!(f, "{}{}", if by.is_empty() { "" } else { "; the driver counts by process " }, by.join(", "))?;
+        } else if let Some(why) = self.outside_unknown.as_ref().filter(|_| !self.is_host()) {
+            writeln!(f, "  outside the arena: not known: {why}")?;
+        }
         if self.clients.is_empty() {
             return writeln!(f, "  nobody is attached");
         }
-        let rows: Vec<[String; 10]> = self.clients.iter().map(ClientLedger::cells).collect();
+        let rows: Vec<[String; COLUMNS]> = self.clients.iter().map(ClientLedger::cells).collect();
         let width = |column: usize| {
             let cells = rows.iter().filter_map(|row| row.get(column)).map(|cell| cell.chars().count());
             cells.chain(HEADINGS.get(column).map(|heading| heading.len())).max().unwrap_or(0)
@@ -221,19 +318,30 @@ impl fmt::Display for DeviceLedger {
 }
 
 impl ClientLedger {
-    fn cells(&self) -> [String; 10] {
+    fn cells(&self) -> [String; COLUMNS] {
         [
             self.name.clone(),
             self.pid.to_string(),
             self.state.to_owned(),
             size(self.reserved),
             size(self.peak_reserved),
+            if self.limit == 0 { "-".to_owned() } else { size(self.limit) },
             self.chunks.to_string(),
             size(self.allocated),
             self.blocks.to_string(),
+            size(self.largest_free),
             size(self.leased_out),
             size(self.leased_in),
+            age(self.beat_age_ms),
         ]
+    }
+}
+
+fn age(ms: u64) -> String {
+    match ms {
+        0..=9_999 => format!("{:.1} s", ms as f64 / 1e3),
+        10_000..=599_999 => format!("{} s", ms / 1000),
+        _ => format!("{} min", ms / 60_000),
     }
 }
 

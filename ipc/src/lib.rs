@@ -6,7 +6,12 @@ pub mod client;
 pub mod control;
 pub mod doctor;
 pub mod ledger;
+pub mod lends;
+#[cfg(feature = "metrics")]
+pub mod metrics;
+pub mod nvml;
 pub mod observer;
 pub mod owner;
+pub mod picture;
 pub mod stress;
 pub mod wire;

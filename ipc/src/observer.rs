@@ -10,7 +10,9 @@ use rustix::net::{connect, socket_with, AddressFamily, SocketAddrUnix, SocketFla
 
 use crate::control::{Control, ControlError, LAYOUT};
 use crate::ledger::Ledger;
-use crate::wire::{send_frame, FrameError, FrameReader, FromOwner, Hello, Refusal, Role, Welcome, PROTOCOL};
+use crate::wire::{
+    send_frame, Answer, FrameError, FrameReader, FromClient, FromOwner, Hello, Refusal, Request, Role, Welcome, WindowMap, PROTOCOL,
+};
 
 /// Why there is no ledger to read.
 #[derive(Debug, thiserror::Error)]
@@ -29,6 +31,9 @@ pub enum ObserveError {
     /// The owner did not answer, or not as an owner does.
     #[error("no answer of an owner: {0}")]
     Frame(#[from] FrameError),
+    /// It answered something else.
+    #[error("the owner does not say what is in its windows: {0}")]
+    Unexpected(String),
     /// The control memory is not what it should be.
     #[error(transparent)]
     Control(#[from] ControlError),
@@ -41,6 +46,9 @@ pub struct Observer {
     pub welcome: Welcome,
     control: Control,
     socket: OwnedFd,
+    reader: FrameReader,
+    timeout: Duration,
+    calls: u64,
 }
 
 impl Observer {
@@ -69,21 +77,41 @@ impl Observer {
         let hello = serde_json::to_vec(&hello).map_err(FrameError::from)?;
         send_frame(socket.as_fd(), &hello, &[], Some(timeout))?;
         let mut reader = FrameReader::default();
-        let frame = reader.read_frame(socket.as_fd(), Some(timeout))?;
+        let frame = reader.read_frame(socket.as_fd(), Some(timeout), false)?;
         let welcome = match serde_json::from_slice(&frame).map_err(FrameError::from)? {
             FromOwner::Welcome { welcome } => welcome,
             FromOwner::Refused { refused } => return Err(ObserveError::Refused(refused)),
             _ => return Err(ControlError::Foreign("an answer before a welcome").into()),
         };
         let Some(fd) = reader.take_fds(1)?.pop() else { return Err(FrameError::Descriptors { expected: 1, found: 0 }.into()) };
-        Ok(Self { welcome, control: Control::open(fd)?, socket })
+        Ok(Self { welcome, control: Control::open(fd)?, socket, reader, timeout, calls: 0 })
     }
 
     /// The ledger as it is now, read from the control memory.
     #[must_use]
     pub fn ledger(&self) -> Ledger {
         let now = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
-        Ledger::read(&self.control, now.tv_sec.unsigned_abs() * 1_000 + now.tv_nsec.unsigned_abs() / 1_000_000)
+        Ledger::read_with_lends(&self.control, now.tv_sec.unsigned_abs() * 1_000 + now.tv_nsec.unsigned_abs() / 1_000_000)
+    }
+
+    /// Every window with its chunks, asked of the owner.
+    ///
+    /// # Errors
+    /// [`ObserveError::Frame`], [`ObserveError::Unexpected`].
+    pub fn windows(&mut self) -> Result<Vec<WindowMap>, ObserveError> {
+        self.calls += 1;
+        let call = FromClient::Call { call_id: self.calls, call: Request::Windows };
+        let call = serde_json::to_vec(&call).map_err(FrameError::from)?;
+        send_frame(self.socket.as_fd(), &call, &[], Some(self.timeout))?;
+        loop {
+            let frame = self.reader.read_frame(self.socket.as_fd(), Some(self.timeout), false)?;
+            match serde_json::from_slice(&frame).map_err(FrameError::from)? {
+                FromOwner::Answer { call_id, answer: Answer::Windows { windows }, .. } if call_id == self.calls => return Ok(windows),
+                FromOwner::Answer { answer: Answer::Refused { message, .. }, .. } => return Err(ObserveError::Unexpected(message)),
+                // An answer that a call before this one did not wait for.
+                _ => {}
+            }
+        }
     }
 
     /// The control memory.

@@ -1,20 +1,23 @@
 """millpond: one arena of GPU memory for many processes.
 
-    import millpond                                      # parent
-    arena = millpond.Arena(limit="80%")
-    worker = subprocess.Popen([...], env=arena.worker_env("denoiser"))
-    conn = arena.accept(timeout=30)
-    conn.send({"latent": t, "steps": 20}); out = conn.recv(timeout=60)
+import millpond                                      # parent
+arena = millpond.Arena(limit="80%")
+worker = subprocess.Popen([...], env=arena.worker_env("denoiser"))
+conn = arena.accept(timeout=30)
+conn.send({"latent": t, "steps": 20}); out = conn.recv(timeout=60)
 
-    import millpond                                      # worker
-    millpond.attach()
-    millpond.torch.install()                             # torch's CUDA allocator is ours from here on
-    conn = millpond.connection(); job = conn.recv()
+import millpond                                      # worker
+millpond.attach()
+millpond.torch.install()                             # torch's CUDA allocator is ours from here on
+conn = millpond.connection(); job = conn.recv()
 """
-from . import _native, _ref, _session
+
+from . import _native, _ref, _session, tiers
 from ._calls import cancelled, check_cancelled
+from ._ledger import ledger, read_ledger, scope
 from ._ref import Ref
 from ._session import attach, connection, detach
+from ._tickets import cancel_ticket, redeem, ticket
 from ._types import register
 from .arena import Arena, record_stream, wait_done
 from .channel import Channel, Peer, Sent, wait_any
@@ -48,24 +51,14 @@ def empty(shape, dtype="float32", device=None, kind=None):
     return _ref.empty(shape, dtype, _session.device_ordinal(device), kind)
 
 
-def ledger():
-    """Who holds how much, by device and client; for an attached process."""
-    return _native.control("ledger")
-
-
-def read_ledger(socket, key=None):
-    """The ledger of an owner, without attaching to it."""
-    return _native.control("read_ledger", socket=socket, key=key)
-
-
 def status():
     """Where this process stands: attached or not, devices, whether the owner is alive."""
     return _native.control("status")
 
 
 def counters():
-    """Messages, socket bytes, copied bytes and tensors so far."""
-    return _native.control("counters")
+    """Messages, socket bytes, copied bytes and tensors so far; `tiers`: values by tier, `falls`: why not by a better one."""
+    return dict(_native.control("counters"), tiers=tiers.totals(), falls=tiers.falls())
 
 
 def __getattr__(name):

@@ -1,4 +1,5 @@
 """`python -m millpond demo ...`; everything else is the `millpond` program's."""
+
 import os
 import sys
 

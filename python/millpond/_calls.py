@@ -8,6 +8,7 @@ Headers on the wire, each before the value it belongs to:
     ["x", id]                      cancel
     ["l"]                          a log record
 """
+
 import collections
 import itertools
 import logging

@@ -1,4 +1,5 @@
 """Decoding: the text and ranges of a received message become the value again. The tags are those of `_tree`."""
+
 import base64
 import json
 import sys
@@ -9,19 +10,26 @@ from . import _dtypes, _memory, _native, _ref, _session, _streams, _types, error
 class Received:
     """A message as it came. It holds its imports: dropped without being decoded, it lets them go."""
 
-    __slots__ = ("header", "body", "memories", "sender")
+    __slots__ = ("header", "body", "memories", "sender", "refused")
 
     def __init__(self, text, tensors, sender):
         self.header, self.body = _split(text)
         self.sender = sender
+        self.refused = None
         self.memories = [
             _memory.Memory(handle, _native.KIND_IMPORT, address, nbytes, device, flags)
             for address, nbytes, _, handle, device, flags in tensors
         ]
 
+    def refuse(self, reason):
+        """Its values are not to be handed out: decoding it says why, and lets them go."""
+        self.refused = reason
+
     def decode(self, lazy=False):
         """The value; with `lazy` every tensor in it is a `Ref`."""
         memories, self.memories = self.memories, ()
+        if self.refused is not None:
+            raise errors.Refused(f"a value was sent on a tier that does not work: {self.refused}")
         if '"$"' not in self.body:
             return json.loads(self.body)
         decoder = _Decoder(memories, lazy)
@@ -93,11 +101,18 @@ class _Decoder:
             raise errors.Protocol(f"a tensor of shape {shape} without memory")
         device = -1 if device_id == 0 else _session.ordinal_of(device_id)
         if not self.lazy and (
-            (kind == "n" and _ref.available("numpy") and (row.numpy or _ref.available("ml_dtypes")))
-            or (kind == "t" and self.torch(device))
+            (kind == "n" and _ref.available("numpy") and (row.numpy or _ref.available("ml_dtypes"))) or (kind == "t" and self.torch(device))
         ):
             return _ref.empty_value(kind, row, shape, device)
         return _ref.Ref(_memory.Memory(0, _native.KIND_BLOCK, 0, 0, device), 0, row, shape, None, kind)
+
+    def put_back(self, value, device_id):
+        """A GPU value that came by host memory: on a GPU again if this process uses one, else where it is."""
+        torch = _streams.torch_cuda()
+        if torch is None or self.lazy or not isinstance(value, torch.Tensor):
+            return value
+        known = _session.ordinal_of(device_id) if device_id else None
+        return value.to(f"cuda:{torch.cuda.current_device() if known is None else known}")
 
     @staticmethod
     def bytes(kind, memory, offset, nbytes):
@@ -117,6 +132,7 @@ def _scalar(decoder, node):
 _TAGS = {
     "t": _Decoder.tensor,
     "v": _Decoder.tensor,
+    "g": lambda d, node: d.put_back(node[1], node[2]),
     "u": lambda d, node: tuple(node[1]),
     "d": lambda d, node: {key: value for key, value in node[1]},
     "f": lambda d, node: float(node[1]),

@@ -1,4 +1,5 @@
 """A worker of `millpond demo`: `python -m millpond._demo_worker`."""
+
 import gc
 import hashlib
 import sys
@@ -183,7 +184,7 @@ class Worker:
 def main():
     """Serves until the parent closes the channel."""
     info = millpond.attach()
-    gpu = any(d["ordinal"] >= 0 for d in info.get("devices", ()))
+    gpu = any(d["ordinal"] != -1 for d in info.get("devices", ()))
     if gpu:
         import torch  # noqa: F401  before the first CUDA use
 

@@ -3,6 +3,7 @@
 `name` is what travels. numpy types that torch has no name for (dates, fixed strings, other byte orders) travel as
 `np:` + their typestr.
 """
+
 import sys
 from collections import namedtuple
 

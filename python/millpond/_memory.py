@@ -1,4 +1,5 @@
 """`Memory`: one import or one block of ours, given back exactly once; and the arrays and tensors that lie over it."""
+
 import ctypes
 
 from . import _dtypes, _native, _streams, errors
@@ -180,9 +181,7 @@ def _torch_import(memory, row, shape, strides, offset):
     if not memory.owned:
         raise errors.Closed("this value was already handed over")
     code, bits = row.dlpack
-    capsule = _native.dlpack_capsule(
-        memory.address + offset, memory.device, code, bits, shape, strides, memory.handle, memory.kind
-    )
+    capsule = _native.dlpack_capsule(memory.address + offset, memory.device, code, bits, shape, strides, memory.handle, memory.kind)
     memory.owned = False  # the capsule has it now, whatever happens below
     tensor = torch.utils.dlpack.from_dlpack(capsule)
     return tensor if row.name in _dtypes.NATIVE_DLPACK else tensor.view(_dtypes.to_torch(row.name))

@@ -3,6 +3,7 @@
 Everything else in the package calls the functions of this module; tests replace them here and only here. Functions that may
 block go through `CDLL` (the GIL is released); those that never do go through `PyDLL`, which is cheaper.
 """
+
 import ctypes
 import json
 import os
@@ -49,6 +50,8 @@ _BLOCKING = {
     "millpond_receive": (_i32, [_u64, _i64, _u32, _ptr, _size, ctypes.POINTER(ctypes.POINTER(_Message))]),
     "millpond_import_open": (_i32, [_u64, _u64, _u32, _ptr]),
     "millpond_import_ready": (_i32, [_u64, _i64]),
+    "millpond_ticket": (_ptr, [ctypes.c_char_p, _size, _ptr, _size, _u32]),
+    "millpond_redeem": (_i32, [ctypes.c_char_p, _size, ctypes.POINTER(ctypes.POINTER(_Message))]),
     "millpond_wait_done": (_i32, [_u64, _u64, _u32, _i64]),
 }
 _QUICK = {
@@ -60,9 +63,11 @@ _QUICK = {
     "millpond_message_free": (None, [ctypes.POINTER(_Message)]),
     "millpond_import_record_stream": (_i32, [_u64, _u64]),
     "millpond_import_release": (_i32, [_u64]),
+    "millpond_ticket_cancel": (_i32, [ctypes.c_char_p, _size]),
     "millpond_dlpack": (_ptr, [_ptr]),
     "millpond_dlpack_init": (None, [_ptr, _ptr]),
     "millpond_torch_can_throw": (_i32, []),
+    "millpond_torch_answer_cache_info": (_i32, []),
 }
 
 
@@ -91,14 +96,12 @@ class _Library:
                 except AttributeError:
                     raise errors.Unsupported(f"{path} has no function {name}: it is not this version of millpond") from None
                 function.restype, function.argtypes = result, arguments
-                setattr(self, name[len("millpond_"):], function)
+                setattr(self, name[len("millpond_") :], function)
         version = self.abi_version()
         if version != ABI_VERSION:
             raise errors.Unsupported(f"{path} has ABI version {version}, this package needs {ABI_VERSION}")
         api = ctypes.pythonapi
-        self.dlpack_init(
-            ctypes.cast(api.PyCapsule_IsValid, _ptr).value, ctypes.cast(api.PyCapsule_GetPointer, _ptr).value
-        )
+        self.dlpack_init(ctypes.cast(api.PyCapsule_IsValid, _ptr).value, ctypes.cast(api.PyCapsule_GetPointer, _ptr).value)
         self.capsule_destructor = ctypes.cast(quick.millpond_dlpack_capsule_destructor, _ptr)
         self.capsule_new = ctypes.PYFUNCTYPE(ctypes.py_object, _ptr, ctypes.c_char_p, _ptr)(("PyCapsule_New", api))
 
@@ -164,18 +167,22 @@ def control(op, **fields):
 
 def send(channel, tree, tensors, timeout_ms):
     """Sends one message. `tensors`: tuples as in `TENSOR`. Returns the flags that came back, one for each."""
-    count = len(tensors)
-    buffer = None
-    if count:
-        buffer = ctypes.create_string_buffer(count * TENSOR.size)
-        pack = TENSOR.pack_into
-        at = 0
-        for tensor in tensors:
-            pack(buffer, at, *tensor)
-            at += TENSOR.size
-    if library().send(channel, tree, len(tree), buffer, count, timeout_ms) < 0:
+    buffer = _packed(tensors)
+    if library().send(channel, tree, len(tree), buffer, len(tensors), timeout_ms) < 0:
         raise last_error("send")
-    return [t[5] for t in TENSOR.iter_unpack(buffer)] if count else []
+    return [t[5] for t in TENSOR.iter_unpack(buffer)] if tensors else []
+
+
+def _packed(tensors):
+    if not tensors:
+        return None
+    buffer = ctypes.create_string_buffer(len(tensors) * TENSOR.size)
+    pack = TENSOR.pack_into
+    at = 0
+    for tensor in tensors:
+        pack(buffer, at, *tensor)
+        at += TENSOR.size
+    return buffer
 
 
 def receive(channel, timeout_ms, flags, streams):
@@ -185,6 +192,10 @@ def receive(channel, timeout_ms, flags, streams):
     array = (_u64 * len(streams))(*streams) if streams else None
     if lib.receive(channel, timeout_ms, flags, array, len(streams), ctypes.byref(out)) < 0:
         raise last_error("receive")
+    return _unpacked(lib, out)
+
+
+def _unpacked(lib, out):
     try:
         message = out.contents
         tree = ctypes.string_at(message.tree, message.tree_bytes).decode("utf-8", "surrogatepass")
@@ -193,6 +204,34 @@ def receive(channel, timeout_ms, flags, streams):
         return tree, tensors, message.sender
     finally:
         lib.message_free(out)
+
+
+def ticket(tree, tensors, many):
+    """A message for whoever redeems it: (its text, the flags that came back)."""
+    lib = library()
+    buffer = _packed(tensors)
+    text = lib.ticket(tree, len(tree), buffer, len(tensors), 1 if many else 0)
+    if not text:
+        raise last_error("ticket")
+    try:
+        return ctypes.string_at(text), [t[5] for t in TENSOR.iter_unpack(buffer)] if tensors else []
+    finally:
+        lib.string_free(text)
+
+
+def redeem(text):
+    """Takes a ticket up: what `receive` gives."""
+    lib = library()
+    out = ctypes.POINTER(_Message)()
+    if lib.redeem(text, len(text), ctypes.byref(out)) < 0:
+        raise last_error("redeem")
+    return _unpacked(lib, out)
+
+
+def ticket_cancel(text):
+    """Ends a ticket of ours. Quiet: finalisers call it."""
+    if _loaded is not None:
+        _loaded.ticket_cancel(text, len(text))
 
 
 def allocate(device, nbytes, stream):

@@ -1,4 +1,5 @@
 """Starts the owner program and reads where it listens."""
+
 import json
 import os
 import select

@@ -1,4 +1,5 @@
 """`Ref`: a received value that is not touched yet. Forwarding it maps nothing."""
+
 import sys
 
 from . import _dtypes, _memory, _native, _streams, errors
@@ -33,7 +34,7 @@ class Ref:
 
     @property
     def device(self):
-        """"cpu", or "cuda:N" as this process counts ("cuda" before its first use here)."""
+        """ "cpu", or "cuda:N" as this process counts ("cuda" before its first use here)."""
         device = self._held().device
         if device < 0:
             return "cpu"
@@ -193,14 +194,15 @@ _found = {}
 
 
 def available(module):
-    """Whether a module is loaded or can be."""
+    """Whether a module is loaded or can be: loads it."""
     if sys.modules.get(module) is not None:
         return True
     if module not in _found:
-        import importlib.util
+        import importlib
 
         try:
-            _found[module] = importlib.util.find_spec(module) is not None
-        except (ImportError, ValueError):
+            importlib.import_module(module)
+            _found[module] = True
+        except ImportError:  # not there, or another Python's
             _found[module] = False
     return _found[module]

@@ -1,4 +1,5 @@
 """Reads the header of a safetensors or npy file, strictly, so that the bytes can be read straight into arena memory."""
+
 import json
 import os
 import struct
@@ -58,7 +59,10 @@ def _safetensors(path, file, size):
             raise _bad(path, f"tensor {entry.name!r} begins at byte {entry.offset}, the one before ends at {end}")
         end += entry.nbytes
     if end != size:
-        raise _bad(path, f"it is truncated: its tensors end at byte {end}, it has {size}" if end > size else f"{size - end} bytes follow its tensors")
+        raise _bad(
+            path,
+            f"it is truncated: its tensors end at byte {end}, it has {size}" if end > size else f"{size - end} bytes follow its tensors",
+        )
     return found
 
 

@@ -1,4 +1,5 @@
 """This process's attachment to an owner: one, at most."""
+
 import os
 import platform
 import sys
@@ -23,6 +24,8 @@ def attach(socket=None, key=None, name=None, role="worker", driver="auto", limit
         )
     with _lock:
         if _info is not None:
+            if _info["pid"] != os.getpid():
+                raise errors.Forked("this process is a fork of one that is attached: start workers with exec (subprocess, spawn)")
             raise errors.AlreadyAttached(f"this process is attached to {_info['socket']} already")
         answer = _native.control(
             "attach",
@@ -63,13 +66,16 @@ def info():
 def connection(timeout=30.0):
     """A worker's channel to its parent; the same one at every call."""
     global _connection
+    from . import canary
     from .channel import Channel
 
     info()
     with _lock:
         if _connection is None or _connection.closed:
             answer = _native.in_slices(lambda ms: _native.control("connect", peer="parent", timeout_ms=ms), timeout)
-            _connection = Channel(answer["channel"], answer.get("peer", {}))
+            channel = Channel(answer["channel"], answer.get("peer", {}))
+            canary.greet(channel, "worker", timeout)
+            _connection = channel
         return _connection
 
 

@@ -1,4 +1,5 @@
 """Which CUDA stream this thread works on, asked of torch and only if torch is loaded and has a context."""
+
 import sys
 
 #: The ordinal of a GPU that the library does not use yet in this process.

@@ -4,13 +4,16 @@ Under a replaced allocator torch's C functions raise. Every Python function on t
 `torch.cuda.memory` and `torch.accelerator`) looks them up in `torch._C` when it is called, so that is the one place to patch:
 whoever has imported the Python functions already sees the change too.
 """
+
 import torch
 
 from . import _native
 
 _originals = {}
 
-_METRICS = "allocation segment active inactive_split allocated_bytes reserved_bytes active_bytes inactive_split_bytes requested_bytes".split()
+_METRICS = (
+    "allocation segment active inactive_split allocated_bytes reserved_bytes active_bytes inactive_split_bytes requested_bytes".split()
+)
 _COUNTS = "num_alloc_retries num_ooms num_sync_all_streams num_device_alloc num_device_free max_split_size".split()
 
 

@@ -6,6 +6,7 @@ with a tag (a user's dict with that key is written as pairs):
     ["t", kind, range, offset, dtype, shape, strides]   a value that is the only one of its range
     ["v", ...the same]                                  one of several values that share a range
     ["u", [items]]        tuple                         ["d", [[key, value], ...]]  dict with other keys than strings
+    ["g", value, device]  a GPU value that came by host memory; device: its GPU's id
     ["f", "nan"]          float that JSON lacks         ["i", "0x..."]              integer over 64 bits
     ["c", re, im]         complex                       ["s", dtype, base64]        numpy scalar
     ["b"|"a"|"m", base64] bytes, bytearray, memoryview  ["o", name, version, fields]  registered type
@@ -14,11 +15,13 @@ kind: n numpy, t torch, b/a/m bytes in arena memory, r only a reference. range -
 id, or 0 for the CPU). strides: in elements, 0 for C order. Values whose bytes overlap share one range, so they share memory
 on the other side too.
 """
+
 import base64
 import ctypes
 import json
 
-from . import _dtypes, _memory, _native, _ref, _streams, _types, errors
+from . import _leaves, _memory, _native, _ref, _streams, _types, errors
+from ._leaves import No
 
 #: bytes up to this size travel in the tree itself.
 INLINE_BYTES = 1024
@@ -29,10 +32,6 @@ _dumps = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False, allow_nan=F
 _dumps_ascii = json.JSONEncoder(separators=(",", ":"), allow_nan=False, check_circular=False).encode
 
 
-class _No(Exception):
-    """Cannot cross; the path is found afterwards."""
-
-
 class _Deep(Exception):
     """Nested too deep, or a cycle."""
 
@@ -40,7 +39,7 @@ class _Deep(Exception):
 class Encoded:
     """What `_native.send` needs, and what must live until it has returned."""
 
-    __slots__ = ("text", "tensors", "keep", "copies", "copied_bytes")
+    __slots__ = ("text", "tensors", "keep", "copies", "copied_bytes", "hosted", "inline", "gpu", "falls")
 
     def __init__(self):
         self.text = b""
@@ -48,12 +47,19 @@ class Encoded:
         self.keep = []
         self.copies = 0
         self.copied_bytes = 0
+        self.hosted = 0  # GPU values that go by host memory
+        self.inline = 0
+        self.gpu = False  # whether there are values in GPU memory
+        self.falls = []  # (reason, or None for the connection's; bytes)
 
 
 class _Encoder:
-    __slots__ = ("leaves", "imports", "tensors", "out")
+    __slots__ = ("leaves", "imports", "tensors", "out", "gpu", "streams")
 
-    def __init__(self):
+    def __init__(self, gpu=True):
+        #: Whether GPU values may go by the GPU arena.
+        self.gpu = gpu
+        self.streams = {}  # device -> the stream that READY follows
         self.leaves = []  # (device, first byte, end, position, node)
         self.imports = {}  # handle -> index
         self.tensors = []
@@ -68,7 +74,7 @@ class _Encoder:
         leaves, tensors = self.leaves, self.tensors
         if len(leaves) > 1:
             leaves.sort(key=_by_place)
-        streams = {}
+        streams = self.streams
         device = low = high = None
         group = []
         for leaf in leaves:
@@ -104,12 +110,12 @@ def _close(group, low, high, tensors, streams, flags):
             node[0] = "v"
 
 
-def encode(value, header=None, root="out", readonly=False):
-    """Encodes a value. With `header` (JSON-ready) the text is `[header,value]`."""
-    encoder = _Encoder()
+def encode(value, header=None, root="out", readonly=False, gpu=True):
+    """Encodes a value. With `header` (JSON-ready) the text is `[header,value]`. Without `gpu`, GPU values go by host memory."""
+    encoder = _Encoder(gpu)
     try:
         body = _DISPATCH[type(value)](encoder, value, 0)
-    except (_No, _Deep, errors.Unsupported, RecursionError) as e:
+    except (No, _Deep, errors.Unsupported, RecursionError) as e:
         _explain(value, root, e)
     encoder.place(_native.READ_ONLY if readonly else 0)
     whole = body if header is None else [header, body]
@@ -120,10 +126,12 @@ def encode(value, header=None, root="out", readonly=False):
     except UnicodeEncodeError:  # lone surrogates
         out.text = _dumps_ascii(whole).encode()
     out.tensors = encoder.tensors
+    out.gpu = any(t[4] >= 0 for t in out.tensors)
     return out
 
 
 # Containers.
+
 
 def _dict(e, value, depth):
     if depth > MAX_DEPTH:
@@ -153,7 +161,7 @@ class _Key:
 def _key(e, key):
     for part in key if type(key) is tuple else (key,):
         if not isinstance(part, (str, int, float, bytes, tuple, complex, type(None))):
-            raise _No(f"a dict key of type {_name(type(part))}")
+            raise No(f"a dict key of type {_name(type(part))}")
     return _DISPATCH[type(key)](e, key, 0)
 
 
@@ -174,11 +182,12 @@ def _registered(e, value, depth):
     entry = _types.of_type(type(value))
     fields = entry.to_fields(value)
     if type(fields) is not dict:
-        raise _No(f"to_fields of {entry.name} gave a {_name(type(fields))}, not a dict")
+        raise No(f"to_fields of {entry.name} gave a {_name(type(fields))}, not a dict")
     return {"$": ["o", entry.name, entry.version, _dict(e, fields, depth)]}
 
 
 # Scalars.
+
 
 def _same(e, value, depth):
     return value
@@ -204,7 +213,9 @@ def _base(cls):
 
 # Bytes.
 
-def _inline(tag, data):
+
+def _inline(e, tag, data):
+    e.out.inline += 1
     return {"$": [tag, base64.b64encode(data).decode("ascii")]}
 
 
@@ -217,20 +228,20 @@ def _large(e, kind, address, nbytes, keep):
 
 def _bytes(e, value, depth):
     if len(value) <= INLINE_BYTES:
-        return _inline("b", value)
+        return _inline(e, "b", value)
     return _large(e, "b", ctypes.cast(ctypes.c_char_p(value), ctypes.c_void_p).value, len(value), value)
 
 
 def _bytearray(e, value, depth):
     if len(value) <= INLINE_BYTES:
-        return _inline("a", value)
+        return _inline(e, "a", value)
     view = (ctypes.c_char * len(value)).from_buffer(value)
     return _large(e, "a", ctypes.addressof(view), len(value), view)
 
 
 def _memoryview(e, value, depth):
     if value.nbytes <= INLINE_BYTES:
-        return _inline("m", value.tobytes())
+        return _inline(e, "m", value.tobytes())
     if value.readonly or not value.c_contiguous:
         data = value.tobytes()
         return _large(e, "m", ctypes.cast(ctypes.c_char_p(data), ctypes.c_void_p).value, len(data), data)
@@ -240,15 +251,18 @@ def _memoryview(e, value, depth):
 
 # References.
 
+
 def _reference(e, ref, depth):
     memory = ref._held()
+    if memory.device >= 0 and not e.gpu and ref.nbytes:
+        return _leaves.hosted_reference(e, ref)
     strides = ref._strides
     node = ["v", ref._kind, 0, ref._offset, ref._row.name, list(ref.shape), list(strides) if strides is not None else 0]
     e.out.keep.append(memory)
     if memory.kind == _native.KIND_BLOCK:
         span = _memory.span(ref.shape, strides) * ref._row.itemsize
         if span == 0:
-            node[2], node[3] = -1, _device_id(memory.device)
+            node[2], node[3] = -1, _leaves.device_id(memory.device)
         else:
             node[0] = "t"
             e.range(memory.device, memory.address + ref._offset, span, node)
@@ -263,128 +277,8 @@ def _reference(e, ref, depth):
     return {"$": node}
 
 
-def _device_id(device):
-    if device < 0:
-        return 0
-    from . import _session
-
-    return _session.device_id(device)
-
-
-# numpy.
-
-def _numpy(e, array, depth):
-    name = _dtypes.of_numpy(array.dtype)
-    interface = array.__array_interface__
-    shape, strides = interface["shape"], interface["strides"]
-    nbytes = array.nbytes
-    node = ["t", "n", -1, 0, name, shape, 0]
-    if nbytes == 0:
-        if array.size:
-            raise _No(f"an array of dtype {array.dtype} without bytes")
-        return {"$": node}
-    if strides is not None:
-        size = array.itemsize
-        if any(s < 0 or s % size for s in strides):
-            array = _packed(e, array, nbytes)
-            interface = array.__array_interface__
-        else:
-            strides = [s // size for s in strides]
-            node[6] = strides
-            nbytes = _memory.span(shape, strides) * size
-    e.out.keep.append(array)
-    e.range(-1, interface["data"][0], nbytes, node)
-    return {"$": node}
-
-
-def _packed(e, array, nbytes):
-    """A contiguous copy, in arena memory if we have some."""
-    import numpy as np
-
-    e.out.copies += 1
-    e.out.copied_bytes += nbytes
-    try:
-        packed = np.asarray(_memory._Holder(_memory.block(nbytes, -1), 0, "|u1", (nbytes,), None)).view(array.dtype).reshape(array.shape)
-        packed[...] = array
-        return packed
-    except errors.Error:
-        return np.ascontiguousarray(array)
-
-
-def _numpy_scalar(e, value, depth):
-    name = _dtypes.of_numpy(value.dtype)
-    return {"$": ["s", name, base64.b64encode(value.tobytes()).decode("ascii")]}
-
-
-# torch.
-
-def _torch(e, tensor, depth):
-    import torch
-
-    kind = type(tensor)
-    if kind is not torch.Tensor and kind is not torch.nn.Parameter:
-        tensor = _plain_tensor(torch, tensor)
-    if tensor.is_nested:
-        raise _No("a nested tensor: send its parts")
-    if tensor.layout is not torch.strided:
-        raise _No(f"a tensor of layout {tensor.layout}: send its parts (indices and values)")
-    if tensor.is_quantized:
-        raise _No(f"a quantised tensor ({tensor.dtype}): send .int_repr() with its scale and zero point")
-    name = _dtypes.of_torch(tensor.dtype)
-    device = tensor.get_device()
-    if not (tensor.is_cuda or tensor.is_cpu):
-        raise _No(f"a tensor on device {tensor.device}")
-    if tensor.is_conj() or tensor.is_neg():
-        tensor = tensor.detach().resolve_conj().resolve_neg()
-        e.out.copies += 1
-        e.out.copied_bytes += tensor.numel() * tensor.element_size()
-    shape = tensor.shape
-    node = ["t", "t", -1, 0, name, shape, 0]
-    count = tensor.numel()
-    if count == 0:
-        node[3] = _device_id(device)
-        return {"$": node}
-    if not tensor.is_contiguous():
-        node[6] = tensor.stride()
-        count = _memory.span(shape, node[6])
-    address = tensor.data_ptr()
-    if not address:
-        raise _No("a tensor without memory (meta, fake or functional)")
-    e.out.keep.append(tensor)
-    e.range(device, address, count * tensor.element_size(), node)
-    return {"$": node}
-
-
-def _plain_tensor(torch, tensor):
-    wrapper = getattr(torch.utils, "_python_dispatch", None)
-    wrapper = getattr(wrapper, "is_traceable_wrapper_subclass", None)
-    if hasattr(tensor, "__tensor_flatten__") or (wrapper is not None and wrapper(tensor)):
-        raise _No(f"a tensor subclass {_name(type(tensor))} that wraps others: send its parts")
-    return tensor.as_subclass(torch.Tensor)
-
-
-# Others that show CUDA memory (CuPy, Numba).
-
-def _cuda_array(e, value, depth):
-    interface = value.__cuda_array_interface__
-    row = _dtypes.lookup(_dtypes.of_typestr(interface["typestr"]))
-    shape, strides = list(interface["shape"]), interface.get("strides")
-    node = ["t", "t", -1, 0, row.name, shape, 0]
-    device = getattr(getattr(value, "device", None), "id", 0)
-    if strides is not None:
-        if any(s < 0 or s % row.itemsize for s in strides):
-            raise _No("a GPU array with negative or odd strides: make it contiguous")
-        strides = node[6] = [s // row.itemsize for s in strides]
-    count = _memory.span(shape, strides)
-    if count == 0:
-        node[3] = _device_id(device)
-        return {"$": node}
-    e.out.keep.append(value)
-    e.range(device, interface["data"][0], count * row.itemsize, node)
-    return {"$": node}
-
-
 # Which function for which type.
+
 
 class _Dispatch(dict):
     def __missing__(self, cls):
@@ -433,11 +327,11 @@ def _resolve(cls):
             if name == "MaskedArray":
                 return _refuse("a masked array: send its data and its mask")
             if name == "ndarray":
-                return _numpy if base is cls else lambda e, v, d: _numpy(e, v.view(base), d)
+                return _leaves.numpy_array if base is cls else lambda e, v, d: _leaves.numpy_array(e, v.view(base), d)
             if name == "generic":
-                return _numpy_scalar
+                return _leaves.numpy_scalar
         elif module in ("torch", "torch._tensor") and name == "Tensor":
-            return _torch
+            return _leaves.torch_tensor
     if issubclass(cls, dict):
         return _dict
     if issubclass(cls, list):
@@ -448,7 +342,11 @@ def _resolve(cls):
         if issubclass(cls, plain):
             return _base(plain)
     if hasattr(cls, "__cuda_array_interface__"):
-        return _cuda_array
+        return _leaves.cuda_array
+    if hasattr(cls, "__dlpack__"):
+        return _leaves.dlpack_array
+    if hasattr(cls, "__array_interface__"):
+        return _leaves.host_array
     if hasattr(cls, "__dataclass_fields__"):
         return _refuse(f"the dataclass {_name(cls)} is not registered: millpond.register({cls.__name__}) on both sides")
     return _refuse(f"a value of type {_name(cls)}")
@@ -456,12 +354,13 @@ def _resolve(cls):
 
 def _refuse(reason):
     def refuse(e, value, depth):
-        raise _No(reason)
+        raise No(reason)
 
     return refuse
 
 
 # The slow walk, after something was refused: where is it?
+
 
 def _explain(value, path, error):
     _walk(value, path, {}, 0)
@@ -484,7 +383,7 @@ def _walk(value, path, above, depth):
         return
     try:
         function(_Encoder(), value, depth)
-    except (_No, errors.Unsupported) as e:
+    except (No, errors.Unsupported) as e:
         raise errors.cannot_cross(path, str(e)) from None
 
 
@@ -493,13 +392,13 @@ def _children(function, value, path):
         for key, item in value.items():
             try:
                 _key(_Encoder(), key)
-            except _No as e:
+            except No as e:
                 raise errors.cannot_cross(f"{path}[{key!r}]", str(e)) from None
             yield item, f"{path}[{_quoted(key)}]"
     elif function is _registered:
         try:
             fields = _types.of_type(type(value)).to_fields(value)
-        except _No as e:
+        except No as e:
             raise errors.cannot_cross(path, str(e)) from None
         for key, item in fields.items() if isinstance(fields, dict) else ():
             yield item, f"{path}.{key}"

@@ -1,4 +1,5 @@
 """Types that a user registers, so that they cross by their fields. No pickle, no class names from the other side."""
+
 import dataclasses
 
 from . import errors

@@ -1,9 +1,10 @@
 """`Arena`: the parent's side. It starts the owner, attaches, names workers, accepts them, makes values."""
+
 import atexit
 import os
 import re
 
-from . import _native, _owner, _ref, _session, _streams, errors
+from . import _ledger, _native, _owner, _ref, _session, _streams, canary, errors
 from .channel import Channel
 
 _UNITS = {"": 1, "b": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
@@ -98,7 +99,7 @@ class Arena:
         env = dict(os.environ)
         env["MILLPOND_SOCKET"], env["MILLPOND_KEY"], env["MILLPOND_NAME"] = self.socket, self._key, name
         env["MILLPOND_LIBRARY"] = _native.library_path()
-        folder = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+        folder = os.path.join(os.path.dirname(os.path.abspath(__file__)), "_worker_path")
         path = env.get("PYTHONPATH")
         if not path:
             env["PYTHONPATH"] = folder
@@ -112,10 +113,13 @@ class Arena:
         return env
 
     def accept(self, timeout=None):
-        """The channel of the next worker that connects."""
+        """The channel of the next worker that connects, proved by the canary (`millpond.canary`): `Refused`, with the
+        worker's name, where its memory does not carry bytes as they are."""
         self._check()
         answer = _native.in_slices(lambda ms: _native.control("accept", timeout_ms=ms), timeout)
-        return Channel(answer["channel"], answer.get("peer", {}))
+        channel = Channel(answer["channel"], answer.get("peer", {}))
+        canary.greet(channel, "parent", timeout)
+        return channel
 
     def empty(self, shape, dtype="float32", device=None, kind=None):
         """A value in arena memory, its contents unset: on the host a numpy array (a torch tensor for types that numpy lacks),
@@ -134,7 +138,17 @@ class Arena:
     def ledger(self):
         """Who holds how much, by device and client."""
         self._check()
-        return _native.control("ledger")
+        return _ledger.ledger()
+
+    def map(self, device=None, width=100, page=None):
+        """This process's own heap on a device as text, a character a page: what lies in each of its chunks."""
+        self._check()
+        return _ledger.draw(_native.control("snapshot", device=_session.device_ordinal(device)), width, page)
+
+    def scope(self, name, device=None):
+        """Peaks and counts of a `with` block: see `millpond._ledger.Scope`."""
+        self._check()
+        return _ledger.scope(name, device)
 
     def trim(self, device=None):
         """Gives memory that nobody uses back to the device: bytes given."""

@@ -3,12 +3,13 @@
 One thread reads at a time; the others wait until it has put their message where they look. Whoever waits may become the
 reader, so no thread of our own is needed.
 """
+
 import collections
 import select
 import threading
 import time
 
-from . import _calls, _decode, _native, _tree, errors
+from . import _calls, _decode, _native, _tree, canary, errors, tiers
 
 Peer = collections.namedtuple("Peer", "client name pid")
 Sent = collections.namedtuple("Sent", "tensors copies copied_bytes")
@@ -29,6 +30,9 @@ class Channel(_calls.Calls):
         self._reading = False
         self._ended = None
         self._inbox = collections.deque()
+        self._canaries = collections.deque()
+        self._tiers = tiers.Tiers(self.peer.name)
+        self._gpu = canary.Prover(self)
         self._begin_calls()
 
     def __repr__(self):
@@ -44,6 +48,12 @@ class Channel(_calls.Calls):
     def closed(self):
         """Whether it was closed here, or has ended."""
         return self._ended is not None
+
+    @property
+    def tiers(self):
+        """How many values went by each tier so far: {"arena", "copy", "host", "inline"} (see `millpond.tiers`). Values that
+        share memory count as one."""
+        return dict(self._tiers.counts)
 
     def fileno(self):
         """For `select` and `poll`: readable when a message can be received. The library owns it."""
@@ -77,19 +87,43 @@ class Channel(_calls.Calls):
     def _transmit(self, header, value, timeout=None, readonly=False, root="out"):
         if self._ended is not None:
             raise type(self._ended)(*self._ended.args)
-        encoded = _tree.encode(value, header, root, readonly)
-        if not self._sending.acquire(timeout=-1 if timeout is None else timeout):
-            raise errors.Timeout(f"another thread has been sending for {timeout} s")
-        try:
-            flags = _native.send(self._handle, encoded.text, encoded.tensors, _native.milliseconds(timeout))
-        finally:
-            self._sending.release()
+        while True:
+            encoded = self._encode(header, value, readonly, root)
+            if not self._sending.acquire(timeout=-1 if timeout is None else timeout):
+                raise errors.Timeout(f"another thread has been sending for {timeout} s")
+            try:
+                if header[0] != "k" and not self._gpu.admit(encoded, (header, value, readonly, root)):
+                    continue
+                flags = _native.send(self._handle, encoded.text, encoded.tensors, _native.milliseconds(timeout))
+                break
+            finally:
+                self._sending.release()
+        if self._gpu.out == "asked":
+            self._poll()  # for the answer, where nobody receives here
+        if header[0] == "k":
+            return None
         copies, copied_bytes = encoded.copies, encoded.copied_bytes
         for tensor, flag in zip(encoded.tensors, flags):
             if flag & _native.COPIED:
                 copies += 1
                 copied_bytes += tensor[1]
-        return Sent(len(flags), copies, copied_bytes)
+                if tensor[4] >= 0:
+                    self._tiers.fell("a GPU tensor that is not arena memory was copied on its GPU", tensor[1])
+                else:
+                    self._tiers.fell("a value in host memory that is not the arena's was copied into it", tensor[1])
+        hosted = encoded.hosted
+        self._tiers.add(len(flags) - copies - hosted if copies or hosted else len(flags), copies, hosted, encoded.inline)
+        return Sent(len(flags), copies + hosted, copied_bytes)
+
+    def _encode(self, header, value, readonly, root):
+        """Encodes for this peer: GPU values by the GPU arena if it is proved, else by host memory."""
+        if header[0] == "k":
+            return _tree.encode(value, header, root, readonly)
+        gpu = self._gpu
+        encoded = _tree.encode(value, header, root, readonly, gpu.out is not False)
+        for reason, nbytes in encoded.falls:
+            self._tiers.fell(gpu.reason if reason is None else reason, nbytes, loud=True)
+        return encoded
 
     # Reading.
 
@@ -140,10 +174,21 @@ class Channel(_calls.Calls):
         # thread that will use the values, with its streams, may be another.
         text, tensors, sender = _native.receive(self._handle, ms, _native.LAZY, ())
         message = _decode.Received(text, tensors, sender)
-        if message.header[0] == "l":
-            _calls.emit_log(message.decode())  # here, where no lock is held: handlers may do anything
+        kind = message.header[0]
+        if kind == "k":
+            if not message.header[1].startswith("gpu"):
+                return message
+            self._gpu.receive(message)  # here, where no lock is held
+            return None
+        if self._gpu.dropping:
+            return None  # it comes again, by host memory
+        if kind == "l":
+            _calls.emit_log(message.decode())  # handlers may do anything
             return None
         return message
+
+    def _next_canary(self):
+        return self._canaries.popleft() if self._canaries else None
 
     def _poll(self):
         """Reads what has come, if nobody else is reading. Never blocks."""
@@ -171,6 +216,8 @@ class Channel(_calls.Calls):
         """Puts a message where its waiter looks. The state is locked."""
         if message.header[0] == "m":
             self._inbox.append(message)
+        elif message.header[0] == "k":
+            self._canaries.append(message)
         else:
             self._dispatch_call(message)
         self._state.notify_all()

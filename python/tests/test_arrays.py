@@ -1,4 +1,5 @@
 """numpy arrays: views, strides, sharing, lifetime; over the stand-in for the native library."""
+
 import gc
 
 import pytest

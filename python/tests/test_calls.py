@@ -1,4 +1,5 @@
 """Calls over a channel, both ends in this process, over the stand-in for the native library."""
+
 import logging
 import threading
 import time

@@ -1,4 +1,5 @@
 """The demo's file reader, and the demo itself where the native library is built."""
+
 import json
 import os
 import struct
@@ -8,7 +9,7 @@ import sys
 import pytest
 
 import millpond
-from conftest import PACKAGE, native
+from conftest import native
 from millpond import _safetensors
 
 np = pytest.importorskip("numpy")
@@ -116,10 +117,8 @@ def test_npy(tmp_path, order):
 
 
 def demo(*arguments):
-    env = {**os.environ, "PYTHONPATH": PACKAGE}
-    return subprocess.run(
-        [sys.executable, "-m", "millpond", "demo", *arguments], env=env, capture_output=True, text=True, timeout=300
-    )
+    env = dict(os.environ)
+    return subprocess.run([sys.executable, "-m", "millpond", "demo", *arguments], env=env, capture_output=True, text=True, timeout=300)
 
 
 def test_the_demo_refuses_a_bad_file_by_name(tmp_path):

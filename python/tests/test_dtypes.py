@@ -1,4 +1,5 @@
 """The dtype table against numpy, ml_dtypes and torch, as far as they are installed."""
+
 import pytest
 
 import millpond

@@ -1,10 +1,10 @@
 """Two and more real processes on the host driver, through the native library and the owner program."""
+
 import contextlib
 import gc
 import hashlib
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -12,7 +12,7 @@ import time
 import pytest
 
 import millpond
-from conftest import HERE, PACKAGE, native
+from conftest import HERE, native
 from test_package import python39
 
 pytestmark = native
@@ -87,6 +87,7 @@ def sha(value):
 
 
 # Values.
+
 
 def test_peer_and_devices(arena, a):
     assert a.peer.name == "a" and a.peer.pid == a.call("pid", timeout=30)
@@ -201,6 +202,7 @@ def test_numpy_stays_numpy_and_torch_stays_torch(a):
 
 # Lifetime.
 
+
 def test_dropped_right_after_send_is_still_what_was_sent(arena, a):
     for round in range(20):
         t = arena.empty(100_000, "int64")
@@ -294,7 +296,59 @@ def test_a_thousand_tensors_in_one_message(arena, a):
     print(f"1,000 tensors there and back: {seconds * 1e3:.1f} ms")
 
 
+def test_read_only(arena, a):
+    t = arena.zeros(10)
+    a.send(t, readonly=True)
+    assert a.call("next_writable", timeout=30) is False
+    a.send(t)
+    assert a.call("next_writable", timeout=30) is True
+
+
+def test_wait_done_before_overwriting(arena, a):
+    t = arena.zeros(1000)
+    millpond.wait_done(t, timeout=5)
+    a.call("keep", "t", t, timeout=30)
+    with pytest.raises(millpond.Timeout):
+        millpond.wait_done(t, timeout=0.05)
+    a.call("drop", "t", timeout=30)
+    millpond.wait_done(t, timeout=10)
+    t[...] = 1
+    millpond.record_stream(t, 0)
+
+
+def test_refs_say_when_they_are_ready(arena, a):
+    a.send(arena.zeros(10))
+    back = a.call("send_back", timeout=30)
+    assert back is None
+    ref = a.recv(timeout=30, lazy=True, wait=True)
+    assert ref.ready() is True and ref.wait(timeout=1).numpy().sum() == 0
+
+
+def test_a_forked_child_disturbs_nobody(arena, a):
+    mine, theirs = arena.zeros(1000), a.call("make", [1000], "float32", 2, timeout=30)
+    a.call("keep", "mine", mine, timeout=30)
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            del theirs
+            gc.collect()
+            try:
+                arena.empty(10)
+            except millpond.Forked:
+                try:
+                    millpond.attach(socket=arena.socket, key="00")
+                except millpond.Forked:
+                    code = 0
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    a.call("fill", "mine", 5, timeout=30)
+    assert mine.sum() == 5000 and theirs.sum() == 2000 and arena.zeros(10).sum() == 0
+
+
 # Other Pythons.
+
 
 @pytest.mark.parametrize("version", ["3.9", "3.10", "3.13"])
 def test_a_worker_of_another_python(arena, version):
@@ -308,10 +362,12 @@ def test_a_worker_of_another_python(arena, version):
     with started(arena, "old", python=found[0]) as (old,):
         assert old.call("version", timeout=30) == [int(n) for n in version.split(".")]
         t = arena.zeros(1000)
+        assert np.__file__ not in old.call("numpy_file", timeout=30), "nothing of this environment is on its path"
         assert np.array_equal(old.call("echo", [t, b"x" * 5000, {"k": (1,)}], timeout=30)[0], t)
 
 
 # Bad input, each with a named error where the fault is.
+
 
 def test_attach_twice(arena, a):
     with pytest.raises(millpond.AlreadyAttached):
@@ -332,7 +388,7 @@ def test_what_cannot_cross_is_named_by_its_path_at_the_one_at_fault(a):
 
 def run(code, arena=None, **env):
     """Runs a snippet in a process of its own; (exit code, stdout, stderr)."""
-    environment = {**os.environ, "PYTHONPATH": PACKAGE, **env}
+    environment = {**os.environ, **env}
     if arena is not None:
         environment = arena.worker_env("snippet", **env)
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
@@ -425,6 +481,7 @@ def test_time_outs(arena, a):
 
 
 # Ends.
+
 
 def test_a_killed_worker_gives_all_back_and_is_named(arena):
     with started(arena, "victim") as (victim,):

@@ -1,7 +1,9 @@
 """The package itself: old syntax, no imports of others, names."""
+
 import glob
 import os
 import py_compile
+import re
 import subprocess
 import sys
 
@@ -40,7 +42,7 @@ def test_a_real_python_39_imports_the_package():
 
 def test_importing_imports_neither_numpy_nor_torch_nor_the_library():
     code = "import sys, millpond; from millpond import _native; print([m for m in ('numpy','torch') if m in sys.modules], _native._loaded)"
-    done = subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": PACKAGE}, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout.strip() == "[] None", done.stderr
 
 
@@ -51,8 +53,10 @@ def test_only_the_standard_library_is_imported_at_the_top():
     if len(allowed) == 1:
         pytest.skip("needs Python 3.10")
     for path in FILES:
-        if os.sep + "millpond" + os.sep not in path or path.endswith("torch.py") or path.endswith("_torch_stats.py"):
+        if os.sep + "millpond" + os.sep not in path or os.path.basename(path).startswith(("torch", "_torch")) or path.endswith("integrations" + os.sep + "ray.py"):
             continue
+        if os.sep + "integrations" + os.sep in path:
+            continue  # a door imports what it is the door of
         with open(path) as f:
             for node in ast.parse(f.read()).body:
                 names = []
@@ -64,14 +68,32 @@ def test_only_the_standard_library_is_imported_at_the_top():
                     assert name.split(".")[0] in allowed, f"{path} imports {name}"
 
 
+def header():
+    path = os.path.join(os.path.dirname(PACKAGE), "torch-plugin", "include", "millpond.h")
+    if not os.path.exists(path):
+        pytest.skip("not in the source tree")
+    with open(path) as f:
+        return f.read()
+
+
+def test_the_functions_are_those_of_the_header():
+    from millpond import _native
+
+    text = re.sub(r"//[^\n]*|/\*.*?\*/", "", header(), flags=re.S)
+    declared = dict(re.findall(r"\b(millpond_\w+)\(([^)]*)\)\s*;", text))
+    for name, (_, arguments) in {**_native._BLOCKING, **_native._QUICK}.items():
+        words = declared[name].strip()
+        count = 0 if words in ("", "void") else words.count(",") + 1
+        assert count == len(arguments), name
+    version = re.search(r"#define MILLPOND_ABI_VERSION (\d+)", text)
+    assert int(version.group(1)) == _native.ABI_VERSION
+
+
 def test_every_code_has_its_exception():
     from millpond import errors
 
-    header = os.path.join(os.path.dirname(PACKAGE), "torch-plugin", "include", "millpond.h")
-    if not os.path.exists(header):
-        pytest.skip("not in the source tree")
-    text = open(header).read()
-    words = text.split("Codes by name:", 1)[1].split("Strings that", 1)[0].replace("*", " ").split()
+    words = re.search(r"[Cc]odes(?: by name)?:(.*?Internal)", header(), re.S).group(1).replace("*", " ").split()
+    assert len(words) > 10
     for code in words:
         if code != "Internal":
             assert errors.BY_CODE[code].__name__ == code
@@ -112,6 +134,21 @@ def test_limits_that_people_write():
             parse_bytes(bad)
 
 
+def test_the_workers_path_has_this_package_and_nothing_else(tmp_path):
+    folder = os.path.join(os.path.dirname(millpond.__file__), "_worker_path")
+    assert [n for n in os.listdir(folder) if n != "__pycache__"] == ["millpond"]
+    code = (
+        "import millpond, millpond.arena, millpond._decode; from millpond import _native, Ref\n"
+        "print(millpond.__version__, millpond.__file__, _native.__file__, millpond.Arena is millpond.arena.Arena)"
+    )
+    for python in filter(None, (sys.executable, python39())):
+        env = {**os.environ, "PYTHONPATH": folder}
+        done = subprocess.run([python, "-c", code], env=env, cwd=tmp_path, capture_output=True, text=True)
+        real = os.path.dirname(millpond.__file__)
+        expected = [millpond.__version__, os.path.join(real, "__init__.py"), os.path.join(real, "_native.py"), "True"]
+        assert done.stdout.split() == expected, done.stderr
+
+
 def test_attach_without_an_environment_says_what_is_missing(monkeypatch):
     monkeypatch.delenv("MILLPOND_SOCKET", raising=False)
     monkeypatch.delenv("MILLPOND_KEY", raising=False)
@@ -136,4 +173,5 @@ def test_worker_env(monkeypatch):
     assert arena.worker_env("d", CUDA_DEVICE_MAX_CONNECTIONS=8)["CUDA_DEVICE_MAX_CONNECTIONS"] == "8"
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "4")
     assert arena.worker_env("d")["CUDA_DEVICE_MAX_CONNECTIONS"] == "4"
+    assert [os.path.basename(p) for p in env["PYTHONPATH"].split(os.pathsep)] == ["somewhere", "_worker_path"]
     assert "secret" not in repr(arena) and "secret" not in str(arena)

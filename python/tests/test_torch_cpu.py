@@ -1,4 +1,5 @@
 """torch CPU tensors: every dtype, views, sharing, lifetime; over the stand-in for the native library."""
+
 import gc
 
 import pytest

@@ -1,11 +1,12 @@
 """torch's allocator and statistics, as far as that goes without a GPU: each case in a process of its own."""
+
 import os
 import subprocess
 import sys
 
 import pytest
 
-from conftest import PACKAGE, native
+from conftest import native
 
 torch = pytest.importorskip("torch")
 if torch.version.cuda is None:
@@ -19,9 +20,7 @@ _session._info = {"devices": [{"ordinal": 0, "id": "GPU-x"}, {"ordinal": -1, "id
 
 
 def run(code, **env):
-    done = subprocess.run(
-        [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": PACKAGE, **env}, capture_output=True, text=True, timeout=120
-    )
+    done = subprocess.run([sys.executable, "-c", code], env={**os.environ, **env}, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
@@ -66,7 +65,9 @@ def test_pool_mode_needs_a_torch_that_has_it():
 
 @native
 def test_install_replaces_the_allocator_with_every_hook_once():
-    code = GPU + """
+    code = (
+        GPU
+        + """
 set_hooks = []
 real = torch._C._cuda_customAllocator
 class Spy:
@@ -87,13 +88,17 @@ millpond.torch.install()
 from millpond.torch import _HOOKS
 assert {h for h in set_hooks if h.startswith("set_")} == set(_HOOKS), set_hooks
 print(torch.cuda.get_allocator_backend(), millpond.torch.installed())
-""" + REFUSED.format(call="install(mode='pool')")
+"""
+        + REFUSED.format(call="install(mode='pool')")
+    )
     out = run(code)
     assert out.startswith("pluggable replace\nRefused") or out.startswith("native replace\nRefused"), out
 
 
 def test_statistics_are_answered_from_our_counters_under_every_name():
-    code = GPU + """
+    code = (
+        GPU
+        + """
 from millpond import _torch_stats
 from torch.cuda import memory_stats as bound_before
 flat = {"allocated_bytes.all.current": 1234, "allocated_bytes.all.peak": 5678, "reserved_bytes.all.current": 4096,
@@ -131,4 +136,5 @@ millpond.torch.uninstall_stats()
 assert torch._C._cuda_memoryStats is not _torch_stats._stats
 print("fine")
 """
+    )
     assert run(code) == "fine"

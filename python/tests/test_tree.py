@@ -1,4 +1,5 @@
 """Values that cross: encoding and decoding over the stand-in for the native library."""
+
 import dataclasses
 import gc
 import json
@@ -32,7 +33,7 @@ PLAIN = [
     float("inf"),
     float("-inf"),
     "",
-    "äß漢🙂\x00\"\\",
+    'äß漢🙂\x00"\\',
     "\ud800 alone",
     b"",
     b"\x00\xff" * 10,

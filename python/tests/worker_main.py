@@ -1,4 +1,5 @@
 """The worker of the end-to-end tests: serves small things until its channel ends. Python 3.9, numpy optional."""
+
 import gc
 import hashlib
 import os
@@ -64,6 +65,19 @@ class Worker:
 
     def next_total(self):
         return float(self.conn.recv(timeout=30)["t"].sum())
+
+    def next_writable(self):
+        return bool(self.conn.recv(timeout=30).flags.writeable)
+
+    def send_back(self):
+        self.conn.send(self.conn.recv(timeout=30))
+
+    def numpy_file(self):
+        try:
+            import numpy
+        except ImportError:
+            return ""
+        return numpy.__file__
 
     def attach_again(self):
         try:

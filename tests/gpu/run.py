@@ -7,21 +7,28 @@ import shlex
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 STAGES = "conformance micro torch bench demo".split()
 #: Seconds for each stage: (quick, full). What a stage leaves over goes to the later ones.
-LIMITS = {"conformance": (45, 75), "micro": (35, 110), "torch": (75, 230), "bench": (30, 110), "demo": (25, 45)}
+LIMITS = {"conformance": (45, 75), "micro": (35, 110), "torch": (90, 230), "bench": (30, 110), "demo": (25, 45)}
 TOTAL = (172, 528)
 FIRST_LINES = 30
+#: Of a line of figures on the screen; the log has all of it.
+WIDTH = 260
 
 
 def main():
     options = parse()
     os.makedirs(options.out, exist_ok=True)
-    work = os.path.join(options.out, ".work")
-    os.makedirs(work, exist_ok=True)
+    # Not in OUTDIR: few files come back from a GPU machine.
+    with tempfile.TemporaryDirectory(prefix="millpond-gpu-", ignore_cleanup_errors=True) as work:
+        return run(options, work)
+
+
+def run(options, work):
     runner = Runner(options, work)
     signal.signal(signal.SIGTERM, runner.stopped)
     runner.note_machine()
@@ -63,7 +70,8 @@ class Runner:
         self.start = time.monotonic()
         self.total = TOTAL[0 if options.quick else 1]
         self.bin = os.path.join(options.carry, "bin")
-        self.log = open(os.path.join(options.out, "log.txt"), "w")
+        self.log = open(os.path.join(options.out, "log.txt"), "a")
+        self.log.truncate(0)
         self.child = None
         self.env = dict(os.environ)
         python = os.path.join(options.carry, "python")
@@ -110,17 +118,17 @@ class Runner:
         self.results["gpu"] = [line.strip() for line in lines]
         self.results["driver"] = lines[0].split(",")[2].strip() if lines and lines[0].count(",") >= 2 else None
         self.results["kernel"], self.results["cpus"] = os.uname().release, os.cpu_count()
-        ask_torch = "import torch, json; print(json.dumps({'torch': torch.__version__, 'cuda': torch.version.cuda}))"
+        ask_torch = "import torch, json; print(json.dumps({'torch_version': torch.__version__, 'cuda_version': torch.version.cuda}))"
         # The first import reads a few GiB from a cold disk.
         known = self.ask(sys.executable, "-c", ask_torch)
-        self.results.update(json.loads(known) if known.startswith("{") else {"torch": None, "cuda": None})
+        self.results.update(json.loads(known) if known.startswith("{") else {"torch_version": None, "cuda_version": None})
         self.results["python"] = sys.version.split()[0]
         doctor = self.ask(os.path.join(self.bin, "millpond"), "doctor", "--json")
         try:
             self.results["doctor"] = json.loads(doctor)
         except ValueError:
             self.results["doctor"] = doctor[-2000:] or None
-        facts = {key: self.results[key] for key in ("gpu", "driver", "torch", "cuda", "kernel", "cpus", "commit")}
+        facts = {key: self.results[key] for key in ("gpu", "driver", "torch_version", "cuda_version", "kernel", "cpus", "commit")}
         self.say(f"machine ({time.monotonic() - self.start:.1f} s): {json.dumps(facts)}")
         self.log.write(f"doctor: {doctor}\n")
 
@@ -133,6 +141,7 @@ class Runner:
             self.say(f"== {stage}: not run, no time left")
             self.results[stage] = {"error": "not run: no time left"}
             return None, 0.0
+        self.stage_log = self.log.tell()
         self.say(f"== {stage} (at {time.monotonic() - self.start:.0f} s, limit {limit:.0f} s): {shlex.join(command)}")
         begun = time.monotonic()
         environment = dict(self.env, MILLPOND_STAGE_SECONDS=str(int(limit) - 3))
@@ -154,6 +163,13 @@ class Runner:
         self.say(f"   {stage}: {'out of time' if code is None else f'exit code {code}'}, {seconds:.1f} s")
         return code, seconds
 
+    def said(self):
+        """The end of what the stage has written into the log."""
+        self.log.flush()
+        with open(self.log.name, "rb") as file:
+            file.seek(self.stage_log)
+            return file.read()[-1500:].decode("utf-8", "replace")
+
     def end_child(self):
         if self.child is None:
             return
@@ -174,7 +190,7 @@ class Runner:
             with open(path) as file:
                 found = json.load(file)
         except (OSError, ValueError) as e:
-            found = {"error": f"no results: {e}"}
+            found = {"error": f"no results: {e}; it said: {self.said()}"}
         found["exit_code"], found["stage_seconds"] = code, round(seconds, 1)
         if code is None:
             found["out_of_time"] = True
@@ -217,7 +233,7 @@ class Runner:
             with open(out) as file:
                 found = json.loads(file.read().strip().splitlines()[-1])
         except (OSError, ValueError, IndexError) as e:
-            found = {"error": f"no report: {e}"}
+            found = {"error": f"no report: {e}; it said: {self.said()}"}
         found["exit_code"], found["stage_seconds"] = code, round(seconds, 1)
         os.unlink(path)
         self.results["demo"] = found
@@ -246,10 +262,20 @@ class Runner:
             failures = failures_of(stage, found)
             lines.append(f"{stage:12} {headline(stage, found)}{f'  ({len(failures)} failed)' if failures else ''}")
             bad += [f"{stage}: {failure}" for failure in failures]
-        lines += ["", *figures(self.results)]
+        self.log.write("\n".join(figures(self.results)) + "\n")
+        lines += ["", *(line if len(line) <= WIDTH else line[:WIDTH] + "…" for line in figures(self.results))]
+        # The end of the output comes back by itself, some 12,000 characters of it: each failure gets its share.
+        share = max(170, 7000 // max(1, len(bad)))
         for failure in bad:
-            first = failure.splitlines()[:FIRST_LINES]
-            lines += ["", "FAIL  " + first[0], *("      " + line[:600] for line in first[1:])]
+            self.log.write(f"FAIL  {failure}\n")
+            head, *rest = failure.splitlines()
+            lines += ["", "FAIL  " + head[:share]]
+            left = share - len(head)
+            for line in rest[:FIRST_LINES]:
+                left -= len(line)
+                if left < 0:
+                    break
+                lines.append("      " + line)
         self.say("\n".join(lines))
         self.say(f"==== {'all well' if not bad else f'{len(bad)} FAILED'}; results: {os.path.join(self.options.out, 'results.json')}")
         return 1 if bad else 0
@@ -279,13 +305,24 @@ def failures_of(stage, found):
     return failures
 
 
+def short(value):
+    """Figures for the eye: of a distribution only the median and the tail."""
+    if isinstance(value, dict) and "p50" in value and "p99" in value:
+        return f"p50 {value['p50']} p99 {value['p99']}"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key}: {short(v)}" for key, v in value.items()) + "}"
+    if isinstance(value, list) and value and isinstance(value[0], dict) and "met" in value[0]:
+        missed = [f"{row['what']}: {row['found']} (at most {row['at_most']})" for row in value if not row["met"]]
+        return f"{len(value) - len(missed)} of {len(value)} met" + ("; missed: " + "; ".join(missed) if missed else "")
+    return json.dumps(value)
+
+
 def figures(results):
     """The figures that matter, one line each."""
     lines = []
     for stage in ("micro", "torch", "bench"):
         for name, value in (results.get(stage, {}).get("figures") or {}).items():
-            text = json.dumps(value)
-            lines.append(f"{stage}  {name}: {text if len(text) <= 900 else text[:900] + '…'}")
+            lines.append(f"{stage}  {name}: {short(value)}")
     demo = results.get("demo", {})
     if "handoff_us" in demo:
         keys = ("tensors", "bytes", "bytes_copied", "socket_bytes", "verified", "handoff_us")

@@ -16,17 +16,20 @@
 // What an entry returns for an error.
 #define MILLPOND_FAILED -1
 
-// `MILLPOND_COPIED`.
+// Set by a send: the bytes were copied into the arena first.
 #define MILLPOND_COPIED 1
 
-// `MILLPOND_READ_ONLY`.
+// Asked of a send: the receiver maps it read-only. Set by a receive: it is so.
 #define MILLPOND_READ_ONLY 2
 
-// `MILLPOND_LAZY`.
+// Asked of a receive: map nothing, wait for nothing.
 #define MILLPOND_LAZY 1
 
-// `MILLPOND_WAIT`.
+// Asked of a receive or an open: block until READY is reached, or its producer has died.
 #define MILLPOND_WAIT 2
+
+// Asked of a ticket: it may be redeemed any number of times, until it is cancelled.
+#define MILLPOND_MANY 1
 
 typedef struct Owned Owned;
 
@@ -98,6 +101,9 @@ typedef struct millpond_pool_id {
 #ifdef __cplusplus
 extern "C" {
 #endif // __cplusplus
+
+// Makes torch's pluggable allocator answer `cacheInfo`. 1: it does now; 0: this torch has no such slot, nothing was changed.
+int32_t millpond_torch_answer_cache_info(void);
 
 // [`ABI_VERSION`].
 uint32_t millpond_abi_version(void);
@@ -218,6 +224,28 @@ int32_t millpond_wait_done(uint64_t address,
 
 // Whether torch's out-of-memory exception can be thrown in this process: its symbols are there.
 int32_t millpond_torch_can_throw(void);
+
+// A message for whoever redeems it, as text: null and the last error where it cannot be. Sets `MILLPOND_COPIED` in place.
+//
+// # Safety
+// `tree` has `tree_bytes` bytes, `tensors` has `count` entries.
+char *millpond_ticket(const char *tree,
+                      uintptr_t tree_bytes,
+                      struct millpond_tensor *tensors,
+                      uintptr_t count,
+                      uint32_t flags);
+
+// Takes a ticket up, lazily: a message like those of `millpond_receive`.
+//
+// # Safety
+// `ticket` has `bytes` bytes, `out` may be written.
+int32_t millpond_redeem(const char *ticket, uintptr_t bytes, struct millpond_message **out);
+
+// Ends what is left of a ticket of this process.
+//
+// # Safety
+// `ticket` has `bytes` bytes.
+int32_t millpond_ticket_cancel(const char *ticket, uintptr_t bytes);
 
 // torch's malloc under full replacement. Throws `torch.OutOfMemoryError` (C++), since torch takes a null pointer for a good
 // one; `RuntimeError` for anything else. Zero bytes: null.

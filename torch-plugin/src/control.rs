@@ -121,6 +121,13 @@ enum Op {
     Snapshot {
         device: i32,
     },
+    BeginScope {
+        device: i32,
+    },
+    EndScope {
+        device: i32,
+        scope: u64,
+    },
     Trim {
         #[serde(default = "host")]
         device: i32,
@@ -152,6 +159,7 @@ enum Op {
 /// | close, channel_fd | channel | {}; fd, for poll: it stays the library's |
 /// | ledger; read_ledger | ; socket, key | the ledger |
 /// | stats, reset_peak_stats, reset_accumulated_stats, snapshot | device | torch's memory_stats, {}, {}, memory_snapshot |
+/// | begin_scope; end_scope | device; device, scope | scope; the counters of `stats` since then, allocated and freed from zero |
 /// | trim, get_fraction, set_fraction | device; fraction | bytes; fraction; {} |
 /// | counters | | messages, tensors, copies and socket bytes so far; leases, imported_bytes, foreign_frees |
 /// | locate | address | kind (block, import, foreign), window, offset, device |
@@ -219,6 +227,13 @@ fn run(op: Op) -> Result<Value> {
             || json!({}),
         )?,
         Op::Snapshot { device } => with_heap(device, stats::segments, || json!([]))?,
+        Op::BeginScope { device } => {
+            json!({ "scope": stats::begin_scope(&with_heap(device, |heap| heap.begin_scope(), Default::default)?) })
+        }
+        Op::EndScope { device, scope } => {
+            let begin = stats::end_scope(scope).ok_or_else(|| ApiError::argument(format!("no scope {scope}, or it has ended")))?;
+            with_heap(device, |heap| Value::Object(stats::counters(&heap.end_scope(&begin))), || json!({}))?
+        }
         Op::Trim { device } => with_heap(device, |heap| json!({ "bytes": heap.empty_cache() }), || json!({ "bytes": 0 }))?,
         Op::SetFraction { device, fraction } => {
             let heap = state::client()?.heap(place(device))?;

@@ -3,6 +3,7 @@
 //! * [`torch`]: `malloc`, `free` and torch's optional hooks. No GIL, no message, no wait but for growth.
 //! * [`control`]: everything that is not hot, as one JSON request and one JSON answer.
 //! * [`tensor`]: blocks, messages, imports.
+//! * [`ticket`]: values for receivers that are not known yet.
 //! * [`dlpack`]: tensors for other libraries, with a deleter of ours.
 //! * [`throw`]: torch's own out-of-memory exception, by symbols found at run time.
 //!
@@ -10,6 +11,7 @@
 #![deny(unsafe_code)]
 #![allow(non_camel_case_types)] // C's names
 
+pub mod cache_info;
 pub mod control;
 pub mod dlpack;
 pub mod error;
@@ -17,4 +19,5 @@ pub mod state;
 pub mod stats;
 pub mod tensor;
 pub mod throw;
+pub mod ticket;
 pub mod torch;

@@ -1,6 +1,9 @@
 //! A heap's figures in torch's shapes: `memory_stats` (flat) and `memory_snapshot` (segments).
 
-use millpond_allocator::heap::{BlockView, Heap, Stat};
+use std::collections::BTreeMap;
+
+use millpond_allocator::heap::{BlockView, Heap, Stat, Stats};
+use parking_lot::Mutex;
 use serde_json::{json, Map, Value};
 
 fn put(map: &mut Map<String, Value>, name: &str, stat: Stat) {
@@ -9,23 +12,30 @@ fn put(map: &mut Map<String, Value>, name: &str, stat: Stat) {
     }
 }
 
-/// The flat dictionary of `torch.cuda.memory_stats`.
+/// Scopes that have begun and not ended, by number.
+static SCOPES: Mutex<(u64, BTreeMap<u64, Stats>)> = Mutex::new((0, BTreeMap::new()));
+
+/// Keeps what the end of a scope needs; its number.
+pub fn begin_scope(begin: &Stats) -> u64 {
+    let mut scopes = SCOPES.lock();
+    scopes.0 += 1;
+    let number = scopes.0;
+    scopes.1.insert(number, *begin);
+    number
+}
+
+/// What was kept, once.
+pub fn end_scope(number: u64) -> Option<Stats> {
+    SCOPES.lock().1.remove(&number)
+}
+
+/// The counters by torch's names.
 #[must_use]
-pub fn flat(heap: &Heap) -> Map<String, Value> {
-    let stats = heap.stats();
+pub fn counters(stats: &Stats) -> Map<String, Value> {
     let mut map = Map::new();
     for (pool, of) in [("all", stats.all), ("small_pool", stats.small), ("large_pool", stats.large)] {
         of.named().into_iter().for_each(|(name, stat)| put(&mut map, &format!("{name}.{pool}"), stat));
     }
-    let (bytes, pieces) = heap.inactive_split();
-    for pool in ["all", "small_pool", "large_pool"] {
-        let share = |n: u64| if pool == "small_pool" { 0 } else { n };
-        let now = |n| Stat { current: share(n), peak: share(n), ..Stat::default() };
-        put(&mut map, &format!("inactive_split.{pool}"), now(pieces));
-        put(&mut map, &format!("inactive_split_bytes.{pool}"), now(bytes));
-    }
-    put(&mut map, "oversize_allocations", Stat::default());
-    put(&mut map, "oversize_segments", Stat::default());
     for (name, value) in [
         ("num_alloc_retries", stats.retries),
         ("num_ooms", stats.out_of_memory),
@@ -35,6 +45,22 @@ pub fn flat(heap: &Heap) -> Map<String, Value> {
     ] {
         map.insert(name.to_owned(), value.into());
     }
+    map
+}
+
+/// The flat dictionary of `torch.cuda.memory_stats`.
+#[must_use]
+pub fn flat(heap: &Heap) -> Map<String, Value> {
+    let mut map = counters(&heap.stats());
+    let (bytes, pieces) = heap.inactive_split();
+    for pool in ["all", "small_pool", "large_pool"] {
+        let share = |n: u64| if pool == "small_pool" { 0 } else { n };
+        let now = |n| Stat { current: share(n), peak: share(n), ..Stat::default() };
+        put(&mut map, &format!("inactive_split.{pool}"), now(pieces));
+        put(&mut map, &format!("inactive_split_bytes.{pool}"), now(bytes));
+    }
+    put(&mut map, "oversize_allocations", Stat::default());
+    put(&mut map, "oversize_segments", Stat::default());
     map.insert("max_split_size".to_owned(), (-1).into());
     map
 }

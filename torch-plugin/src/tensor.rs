@@ -158,23 +158,29 @@ pub unsafe extern "C" fn millpond_send(
             serde_json::from_slice(tree).map_err(|error| ApiError::argument(format!("the tree is not JSON: {error}")))?;
         // SAFETY: by this function's contract; a null pointer was refused above unless count is 0.
         let tensors = if count == 0 { &mut [] } else { unsafe { std::slice::from_raw_parts_mut(tensors, count) } };
-        let outgoing: Vec<Outgoing> = tensors
-            .iter()
-            .map(|t| Outgoing {
-                addr: t.address,
-                bytes: t.bytes,
-                place: place(t.device),
-                stream: stream(t.device, t.stream),
-                import: (t.import_ != 0).then_some(t.import_),
-                read_only: t.flags & READ_ONLY != 0,
-            })
-            .collect();
+        let outgoing = outgoing(tensors);
         let copied = state::client()?.send(&*channel(number)?, tree, &outgoing, timeout(timeout_ms))?;
-        for (tensor, copied) in tensors.iter_mut().zip(copied) {
-            tensor.flags = tensor.flags & !COPIED | if copied { COPIED } else { 0 };
-        }
+        mark(tensors, &copied);
         Ok(0)
     })
+}
+
+pub(crate) fn outgoing(tensors: &[millpond_tensor]) -> Vec<Outgoing> {
+    let one = |t: &millpond_tensor| Outgoing {
+        addr: t.address,
+        bytes: t.bytes,
+        place: place(t.device),
+        stream: stream(t.device, t.stream),
+        import: (t.import_ != 0).then_some(t.import_),
+        read_only: t.flags & READ_ONLY != 0,
+    };
+    tensors.iter().map(one).collect()
+}
+
+pub(crate) fn mark(tensors: &mut [millpond_tensor], copied: &[bool]) {
+    for (tensor, copied) in tensors.iter_mut().zip(copied) {
+        tensor.flags = tensor.flags & !COPIED | if *copied { COPIED } else { 0 };
+    }
 }
 
 fn of(incoming: &Incoming, client: &millpond_ipc::client::Client) -> millpond_tensor {
@@ -193,7 +199,7 @@ fn of(incoming: &Incoming, client: &millpond_ipc::client::Client) -> millpond_te
     }
 }
 
-fn pack(message: Message, sender: u64, client: &millpond_ipc::client::Client) -> *mut millpond_message {
+pub(crate) fn pack(message: Message, sender: u64, client: &millpond_ipc::client::Client) -> *mut millpond_message {
     let tensors: Vec<millpond_tensor> = message.tensors.iter().map(|incoming| of(incoming, client)).collect();
     let mut owned = Box::new(Owned { tree: Box::<str>::from(message.tree).into_string(), tensors });
     let packed = millpond_message {

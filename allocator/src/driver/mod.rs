@@ -208,7 +208,8 @@ pub trait Driver: Send + Sync + Debug {
     /// The identity of a live stream. The legacy stream (0, 1) has [`StreamId`] 0, with no driver call.
     ///
     /// # Errors
-    /// What the driver says.
+    /// [`CuResult::STREAM_CAPTURE_UNSUPPORTED`] for a stream that captures, and the capture is lost: ask
+    /// [`Driver::stream_capture`] first.
     fn stream_id(&self, stream: Stream) -> Result<StreamId>;
 
     /// Blocks until all work queued so far has run.

@@ -5,6 +5,9 @@ use crate::window::Chunk;
 
 use super::{Inner, Pin};
 
+/// Places for blocks that are ready from the first growth on.
+const READY: usize = 2048;
+
 /// What the heap knows of a block beside its place.
 #[derive(Debug)]
 pub(super) struct Info {
@@ -34,6 +37,15 @@ impl Info {
 }
 
 impl Inner {
+    /// Makes tables ready for twice the blocks that there are, so that malloc seldom meets memory that was never touched.
+    /// Called where time does not matter so much: when the heap grows.
+    pub(super) fn prepare(&mut self) {
+        let blocks = usize::try_from(2 * self.stats.all.active.current).unwrap_or(0).saturating_add(READY);
+        let vacant = || Info { handle: Handle::NONE, requested: 0, offset: 0, granules: 0, place: 0, pins: 0, freed: true, more: None };
+        self.infos.resize_with(self.infos.len().max(blocks), vacant);
+        self.tlsf.prepare(u32::try_from(blocks).unwrap_or(u32::MAX));
+    }
+
     /// Makes an allocation a live block.
     #[inline]
     pub(super) fn settle(&mut self, allocation: Allocation, place: u32, requested: u64) {
@@ -91,9 +103,10 @@ impl Inner {
     fn unused(&mut self, handle: Handle, mark: u64) {
         let index = handle.index() as usize;
         while let Some(stream) = self.infos.get_mut(index).and_then(|info| info.more.as_mut()?.streams.pop()) {
-            if !self.streams.passed(stream, mark, handle) {
-                return;
+            if self.streams.done(stream) < mark {
+                return self.streams.wait(stream, mark, handle);
             }
+            self.streams.unused(stream);
         }
         self.release(handle);
     }
@@ -105,7 +118,34 @@ impl Inner {
         }
         for stream in self.streams.numbers() {
             while let Some((mark, handle)) = self.streams.take_over(stream) {
+                self.streams.unused(stream);
                 self.unused(handle, mark);
+            }
+        }
+    }
+
+    /// Frees what waits for other streams for a place whose stream has been made to wait for them all. A private pool's
+    /// blocks stay.
+    pub(super) fn settle_waiting_into(&mut self, place: u32) {
+        for stream in self.streams.numbers() {
+            for (mark, handle) in self.streams.take_waiting(stream) {
+                let Some(info) = self.infos.get_mut(handle.index() as usize) else { continue };
+                let (from, to) = (info.place as usize, place as usize);
+                if self.places.get(from).is_some_and(|place| place.pool.is_some()) {
+                    self.streams.wait(stream, mark, handle);
+                    continue;
+                }
+                info.place = place;
+                let others = info.more.as_mut().map(|more| std::mem::take(&mut more.streams)).unwrap_or_default();
+                others.into_iter().for_each(|other| self.streams.unused(other));
+                self.streams.unused(stream);
+                if let (Some(from), true) = (self.places.get_mut(from), from != to) {
+                    from.live -= u32::from(from.live > 0);
+                }
+                if let (Some(to), true) = (self.places.get_mut(to), from != to) {
+                    to.live += 1;
+                }
+                self.release(handle);
             }
         }
     }

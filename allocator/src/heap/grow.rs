@@ -24,6 +24,7 @@ impl Heap {
             inner.add_chunk(*chunk, domain);
         }
         inner.stats.growths += 1;
+        inner.prepare();
         let found = if request.bytes > self.config.chunk_bytes {
             inner.free_run(place, request, u64::MAX)
         } else {

@@ -1,13 +1,17 @@
 //! Which live block an address belongs to.
 //!
-//! Granules are grouped in pages of 64 (32 KiB) and leaves of 64 pages (2 MiB). A page knows where blocks start in it, one
-//! bit each, and which they are; a leaf knows its pages with a start. So a block is found by its first byte with one look,
-//! and by any other byte by going back to the nearest start, over 64 pages or 64 leaves at a time. Nothing is ever rehashed.
+//! Granules are grouped in pages of 64 (32 KiB) and leaves of 64 pages (2 MiB). A page or a leaf with one start names the block;
+//! one with more has a table. Bits say which granules, pages and leaves have starts. So a block is found by its first byte
+//! with a look or three, and by any other byte by going back to the nearest start, over 64 pages or 64 leaves at a time.
+//! Nothing is ever rehashed, and what a start may need is made ready when the heap grows.
 
-/// Granules of a page, and pages of a leaf.
+/// Granules of a page, pages of a leaf, leaves of a word.
 const FAN: u32 = 64;
-/// A slot that names a table of blocks, not a block.
+const WIDTH: usize = FAN as usize;
+/// A slot of a page that names a table of blocks, not a block.
 const TABLE: u32 = 1 << 31;
+/// Tables of pages that are kept ready.
+const SPARE: usize = 16;
 
 /// The starts in 64 granules.
 #[derive(Debug, Clone, Copy)]
@@ -17,144 +21,205 @@ struct Page {
     slot: u32,
 }
 
-#[derive(Debug)]
-struct Leaf {
-    occupied: u64,
-    pages: [Page; FAN as usize],
-}
+type Pages = Box<[Page; WIDTH]>;
 
-impl Leaf {
-    fn new() -> Box<Self> {
-        Box::new(Self { occupied: 0, pages: [Page { starts: 0, slot: 0 }; FAN as usize] })
-    }
+/// The starts in 64 pages.
+#[derive(Debug, Default)]
+struct Leaf {
+    /// The pages with starts.
+    occupied: u64,
+    /// Where there is no table: the one start, and the block.
+    bit: u32,
+    block: u32,
+    pages: Option<Pages>,
 }
 
 /// The live blocks by their first granule.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(super) struct Index {
-    leaves: Vec<Option<Box<Leaf>>>,
+    leaves: Vec<Leaf>,
     /// One bit for each leaf that has a start.
     occupied: Vec<u64>,
-    tables: Vec<[u32; FAN as usize]>,
+    spare: Vec<Pages>,
+    tables: Vec<[u32; WIDTH]>,
     vacant: Vec<u32>,
 }
 
 /// Leaf, page in it, bit in that.
-const fn split(offset: u32) -> (usize, usize, u32) {
-    ((offset / FAN / FAN) as usize, (offset / FAN % FAN) as usize, offset % FAN)
+const fn split(offset: u32) -> (usize, u32, u32) {
+    ((offset / FAN / FAN) as usize, offset / FAN % FAN, offset % FAN)
+}
+
+fn fresh() -> Pages {
+    Box::new([Page { starts: 0, slot: 0 }; WIDTH])
+}
+
+/// The bits of a word up to one, that one too.
+const fn up_to(bit: u32) -> u64 {
+    u64::MAX >> (FAN - 1 - bit)
+}
+
+/// The bits of a word below one.
+const fn before(bit: u32) -> u64 {
+    (1 << bit) - 1
+}
+
+impl Default for Index {
+    fn default() -> Self {
+        Self { leaves: Vec::new(), occupied: Vec::new(), spare: Vec::new(), tables: Vec::with_capacity(256), vacant: Vec::new() }
+    }
 }
 
 impl Index {
-    /// Makes room for the starts below `end`, so that [`Index::insert`] never has to grow the directory.
+    /// Makes room for the starts below `end`, so that [`Index::insert`] seldom has to.
     pub(super) fn reach(&mut self, end: u32) {
         let (leaf, ..) = split(end);
         if self.leaves.len() <= leaf {
-            self.leaves.resize_with(leaf + 1, || None);
-            self.occupied.resize(leaf / FAN as usize + 1, 0);
+            self.leaves.resize_with(leaf + 1, Leaf::default);
+            self.occupied.resize(leaf / WIDTH + 1, 0);
         }
+        self.spare.resize_with(self.spare.len().max(SPARE), fresh);
     }
 
     /// Notes that block number `block` starts at `offset`, where none does.
     #[inline]
     pub(super) fn insert(&mut self, offset: u32, block: u32) {
-        self.reach(offset);
         let (at, page, bit) = split(offset);
-        let Some(slot) = self.leaves.get_mut(at) else { return };
-        let leaf = slot.get_or_insert_with(Leaf::new);
-        if leaf.occupied == 0 {
-            if let Some(word) = self.occupied.get_mut(at / FAN as usize) {
-                *word |= 1 << (at as u32 % FAN);
-            }
+        if self.leaves.len() <= at {
+            self.reach(offset);
         }
+        let Some(leaf) = self.leaves.get_mut(at) else { return };
+        if leaf.pages.is_none() {
+            if leaf.occupied == 0 {
+                (leaf.occupied, leaf.bit, leaf.block) = (1 << page, bit, block);
+                self.mark_leaf(at);
+                return;
+            }
+            let mut pages = self.spare.pop().unwrap_or_else(fresh);
+            pages[leaf.occupied.trailing_zeros() as usize % WIDTH] = Page { starts: 1 << leaf.bit, slot: leaf.block };
+            leaf.pages = Some(pages);
+        }
+        let empty = leaf.occupied == 0;
         leaf.occupied |= 1 << page;
-        let page = &mut leaf.pages[page % FAN as usize];
-        if page.starts == 0 {
-            page.slot = block;
-        } else {
-            if page.slot & TABLE == 0 {
-                let number = self.vacant.pop().unwrap_or_else(|| {
-                    self.tables.push([0; FAN as usize]);
-                    (self.tables.len() - 1) as u32
-                });
-                if let Some(table) = self.tables.get_mut(number as usize) {
-                    table[page.starts.trailing_zeros() as usize % FAN as usize] = page.slot;
+        if let Some(pages) = &mut leaf.pages {
+            let page = &mut pages[page as usize % WIDTH];
+            if page.starts == 0 {
+                *page = Page { starts: 1 << bit, slot: block };
+            } else {
+                if page.slot & TABLE == 0 {
+                    let number = self.vacant.pop().unwrap_or_else(|| {
+                        self.tables.push([0; WIDTH]);
+                        (self.tables.len() - 1) as u32
+                    });
+                    if let Some(table) = self.tables.get_mut(number as usize) {
+                        table[page.starts.trailing_zeros() as usize % WIDTH] = page.slot;
+                    }
+                    page.slot = TABLE | number;
                 }
-                page.slot = TABLE | number;
-            }
-            if let Some(table) = self.tables.get_mut((page.slot & !TABLE) as usize) {
-                table[bit as usize % FAN as usize] = block;
+                if let Some(table) = self.tables.get_mut((page.slot & !TABLE) as usize) {
+                    table[bit as usize % WIDTH] = block;
+                }
+                page.starts |= 1 << bit;
             }
         }
-        page.starts |= 1 << bit;
+        if empty {
+            self.mark_leaf(at);
+        }
+    }
+
+    fn mark_leaf(&mut self, at: usize) {
+        if let Some(word) = self.occupied.get_mut(at / WIDTH) {
+            *word |= 1 << (at % WIDTH);
+        }
     }
 
     /// Forgets the block that starts at `offset`; its number, if one does.
     #[inline]
     pub(super) fn remove(&mut self, offset: u32) -> Option<u32> {
         let (at, number, bit) = split(offset);
-        let leaf = self.leaves.get_mut(at)?.as_deref_mut()?;
-        let page = &mut leaf.pages[number % FAN as usize];
-        if page.starts & (1 << bit) == 0 {
-            return None;
-        }
-        page.starts &= !(1 << bit);
-        let slot = page.slot;
-        if page.starts == 0 {
-            leaf.occupied &= !(1 << number);
-            if leaf.occupied == 0 {
-                if let Some(word) = self.occupied.get_mut(at / FAN as usize) {
-                    *word &= !(1 << (at as u32 % FAN));
+        let leaf = self.leaves.get_mut(at)?;
+        let block = match &mut leaf.pages {
+            None => {
+                if leaf.occupied != 1 << number || leaf.bit != bit {
+                    return None;
                 }
+                leaf.occupied = 0;
+                leaf.block
             }
-            if slot & TABLE != 0 {
-                self.vacant.push(slot & !TABLE);
+            Some(pages) => {
+                let page = &mut pages[number as usize % WIDTH];
+                if page.starts & (1 << bit) == 0 {
+                    return None;
+                }
+                page.starts &= !(1 << bit);
+                let slot = page.slot;
+                if page.starts == 0 {
+                    leaf.occupied &= !(1 << number);
+                    if slot & TABLE != 0 {
+                        self.vacant.push(slot & !TABLE);
+                    }
+                }
+                let block = if slot & TABLE == 0 { slot } else { self.tables.get((slot & !TABLE) as usize)?[bit as usize % WIDTH] };
+                if leaf.occupied == 0 && self.spare.len() < SPARE {
+                    self.spare.extend(leaf.pages.take());
+                }
+                block
+            }
+        };
+        if leaf.occupied == 0 {
+            if let Some(word) = self.occupied.get_mut(at / WIDTH) {
+                *word &= !(1 << (at % WIDTH));
             }
         }
-        self.block(slot, bit)
+        Some(block)
     }
 
     /// The block that starts at `offset`.
     #[inline]
     pub(super) fn get(&self, offset: u32) -> Option<u32> {
-        let (at, page, bit) = split(offset);
-        let page = self.leaves.get(at)?.as_deref()?.pages[page % FAN as usize];
-        (page.starts & (1 << bit) != 0).then(|| self.block(page.slot, bit))?
+        let (at, number, bit) = split(offset);
+        let leaf = self.leaves.get(at)?;
+        match &leaf.pages {
+            None => (leaf.occupied == 1 << number && leaf.bit == bit).then_some(leaf.block),
+            Some(pages) => {
+                let page = pages[number as usize % WIDTH];
+                (page.starts & (1 << bit) != 0).then(|| self.block(page, bit))?
+            }
+        }
     }
 
     /// The block with the highest start that is not above `offset`.
     pub(super) fn below(&self, offset: u32) -> Option<u32> {
         let (at, page, bit) = split(offset);
-        let low = |bits: u64, below: u32| bits & (1_u64 << below).wrapping_sub(1);
-        if let Some(leaf) = self.leaves.get(at).and_then(Option::as_deref) {
-            let here = leaf.pages[page % FAN as usize];
-            let starts = here.starts & (u64::MAX >> (FAN - 1 - bit));
-            if starts != 0 {
-                return self.block(here.slot, starts.ilog2());
-            }
-            if let Some(page) = low(leaf.occupied, page as u32).checked_ilog2() {
-                return self.highest(leaf, page);
-            }
+        if let Some(block) = self.leaves.get(at).and_then(|leaf| self.below_in(leaf, page, bit)) {
+            return Some(block);
         }
-        let word = (at / FAN as usize).min(self.occupied.len().checked_sub(1)?);
-        let first = self.occupied.get(word).copied().unwrap_or_default();
-        let first = if word == at / FAN as usize { low(first, at as u32 % FAN) } else { first };
-        let earlier = self.occupied.get(..word)?.iter().rev();
-        let (back, bits) = std::iter::once(&first).chain(earlier).enumerate().find(|(_, bits)| **bits != 0)?;
-        let leaf = (word - back) * FAN as usize + bits.ilog2() as usize;
-        let leaf = self.leaves.get(leaf)?.as_deref()?;
-        self.highest(leaf, leaf.occupied.checked_ilog2()?)
+        let last = at.min(self.leaves.len()).checked_sub(1)?;
+        let words = self.occupied.get(..=last / WIDTH)?.iter().enumerate().rev();
+        let masked = words.map(|(i, word)| (i, if i == last / WIDTH { word & up_to((last % WIDTH) as u32) } else { *word }));
+        let (word, bits) = masked.into_iter().find(|(_, bits)| *bits != 0)?;
+        self.below_in(self.leaves.get(word * WIDTH + bits.ilog2() as usize)?, FAN - 1, FAN - 1)
     }
 
-    fn highest(&self, leaf: &Leaf, page: u32) -> Option<u32> {
-        let page = leaf.pages[page as usize % FAN as usize];
-        self.block(page.slot, page.starts.checked_ilog2()?)
+    /// The block with the highest start in a leaf that is not above a bit of a page of it.
+    fn below_in(&self, leaf: &Leaf, page: u32, bit: u32) -> Option<u32> {
+        let Some(pages) = &leaf.pages else {
+            let start = (leaf.occupied.checked_ilog2()?, leaf.bit);
+            return (start <= (page, bit)).then_some(leaf.block);
+        };
+        let here = pages[page as usize % WIDTH];
+        if let Some(start) = (here.starts & up_to(bit)).checked_ilog2() {
+            return self.block(here, start);
+        }
+        let lower = pages[(leaf.occupied & before(page)).checked_ilog2()? as usize % WIDTH];
+        self.block(lower, lower.starts.checked_ilog2()?)
     }
 
-    fn block(&self, slot: u32, bit: u32) -> Option<u32> {
-        if slot & TABLE == 0 {
-            return Some(slot);
+    fn block(&self, page: Page, bit: u32) -> Option<u32> {
+        if page.slot & TABLE == 0 {
+            return Some(page.slot);
         }
-        Some(self.tables.get((slot & !TABLE) as usize)?[bit as usize % FAN as usize])
+        Some(self.tables.get((page.slot & !TABLE) as usize)?[bit as usize % WIDTH])
     }
 }
 

@@ -5,7 +5,9 @@
 //! giving back whole free chunks and growing again, and, last, the same once this stream has run dry. Every step starts from
 //! the lock anew, and none waits for the owner with it held.
 
-use crate::driver::Addr;
+use std::time::{Duration, Instant};
+
+use crate::driver::{Addr, Capture};
 use crate::tlsf::{Allocation, GRANULE};
 use crate::window::Chunk;
 
@@ -15,14 +17,19 @@ use super::{Heap, Inner, Request};
 /// A block, with the chunks under it where it is larger than one.
 pub(super) type Found = (Allocation, Vec<Chunk>);
 
+/// How long a malloc that would fail waits for its own stream.
+const DRAIN: Duration = Duration::from_millis(500);
+
 impl Heap {
     #[cold]
-    pub(super) fn miss(&self, request: Request) -> Result<Addr, HeapError> {
+    pub(super) fn miss(&self, mut request: Request) -> Result<Addr, HeapError> {
+        // A capture that nobody announced: its stream must not be recorded, waited for or made to wait.
+        request.capturing = request.capturing || self.driver.stream_capture(request.stream)? != Capture::None;
         self.source.reap();
         if let Some(addr) = self.search(request) {
             return Ok(addr);
         }
-        if self.has_others() && self.glance() {
+        if !request.capturing && self.has_others() && self.glance() {
             if let Some(addr) = self.search(request) {
                 return Ok(addr);
             }
@@ -79,7 +86,9 @@ impl Heap {
         inner.settle_waiting();
         let place = inner.place(request.id, request.capturing);
         let found = if request.bytes > self.config.chunk_bytes {
-            inner.free_run(place, request, request.bytes / 8)
+            let spare = request.bytes / 8;
+            let run = inner.free_run(place, request, spare);
+            run.or_else(|| if inner.move_ready(request, place) { inner.free_run(place, request, spare) } else { None })
         } else {
             let domain = inner.domain_of(place);
             let own = inner.tlsf.allocate(domain, request.granules);
@@ -139,22 +148,34 @@ impl Heap {
         None
     }
 
-    /// Waits until this stream has run dry, so that the chunks behind its work can be given back. The last resort before an
-    /// error that would end the program; `false` where it may not wait.
+    /// Waits, with a bound, until this stream has come past this moment, so that the chunks behind its work can be given back.
+    /// The last resort before an error that would end the program; holds no lock; `false` where it may not wait.
     fn drain(&self, request: Request) -> bool {
         if request.capturing || self.any_unmet() {
             return false;
         }
-        {
+        let (stream, mark) = {
             let mut inner = self.inner.lock();
             let place = inner.place(request.id, false);
             let stream = inner.stream_of(place);
+            let mark = inner.streams.mark();
             if inner.streams.record(stream, request.stream).is_err() {
                 return false;
             }
-        }
-        if self.driver.stream_synchronize(request.stream).is_err() {
-            return false;
+            (stream, mark)
+        };
+        let start = Instant::now();
+        for pause in 0.. {
+            let mut inner = self.inner.lock();
+            inner.streams.poll();
+            if inner.streams.done(stream) >= mark {
+                break;
+            }
+            drop(inner);
+            if start.elapsed() > DRAIN {
+                return false;
+            }
+            std::thread::sleep(Duration::from_micros(20 * (pause + 1).min(25)));
         }
         self.glance();
         true
@@ -191,19 +212,26 @@ impl Inner {
                 return Some(found);
             }
         }
-        // A private pool takes what it needs and no more, so what merges does so at the stream's home.
-        let home = if request.capturing { self.domain_of(self.streams.home(self.stream_of(place))) } else { mine };
-        let mut moved = 0;
-        for (_, stream, domain) in others.iter().filter(|(_, _, domain)| *domain != home) {
-            moved += self.tlsf.move_ready(*domain, home, self.streams.done(*stream));
-        }
-        if moved == 0 {
+        if !self.move_ready(request, place) {
             return None;
         }
         if request.capturing {
-            return self.tlsf.allocate_ready(home, request.granules, self.streams.done(self.stream_of(place)));
+            let stream = self.stream_of(place);
+            return self.tlsf.allocate_ready(self.domain_of(self.streams.home(stream)), request.granules, self.streams.done(stream));
         }
         self.tlsf.allocate(mine, request.granules)
+    }
+
+    /// Everything that others have finished with becomes this stream's, and merges. A private pool takes what it needs and no
+    /// more, so in a capture it goes to the stream's home outside. False if there was nothing.
+    fn move_ready(&mut self, request: Request, place: u32) -> bool {
+        let into = if request.capturing { self.streams.home(self.stream_of(place)) } else { place };
+        let domain = self.domain_of(into);
+        let mut moved = 0;
+        for (_, stream, other) in self.others(into) {
+            moved += self.tlsf.move_ready(other, domain, self.streams.done(stream));
+        }
+        moved > 0
     }
 
     /// The stream waits for everything up to `mark`: one block of another's; failing that, all that is free becomes this
@@ -218,6 +246,7 @@ impl Inner {
         }
         // Others may have it back when that event, or a later one of this stream, is over.
         let mine = self.domain_of(place);
+        self.settle_waiting_into(place);
         for (other, _, domain) in others {
             if self.tlsf.remove_domain(domain, mine, mark).is_ok() {
                 let fresh = self.tlsf.add_domain();

@@ -10,6 +10,7 @@ mod error;
 mod grow;
 mod index;
 mod local;
+mod lock;
 mod miss;
 mod places;
 mod source;
@@ -39,6 +40,7 @@ use crate::window::{Chunk, Window};
 use block::Info;
 use capture::Pools;
 use index::Index;
+use lock::Lock;
 use places::Place;
 use streams::Streams;
 
@@ -55,7 +57,7 @@ pub struct HeapConfig {
 
 impl Default for HeapConfig {
     fn default() -> Self {
-        Self { chunk_bytes: 2 << 30, min_growth: 32 << 20, growth_divisor: 16 }
+        Self { chunk_bytes: 2 << 30, min_growth: 32 << 20, growth_divisor: 32 }
     }
 }
 
@@ -84,7 +86,7 @@ pub struct Heap {
     captures: AtomicUsize,
     /// One growth at a time; nothing that gives memory back takes it.
     growing: Mutex<()>,
-    inner: Mutex<Inner>,
+    inner: Lock<Inner>,
 }
 
 #[derive(Debug)]
@@ -124,7 +126,7 @@ impl Heap {
             vacant: Vec::new(),
             pools: Pools::default(),
             index: Index::default(),
-            infos: Vec::with_capacity(1 << 14),
+            infos: Vec::new(),
             chunks: BTreeMap::new(),
             stats: Stats::default(),
             live: Live::default(),
@@ -144,7 +146,7 @@ impl Heap {
             limit: AtomicU64::new(u64::MAX),
             captures: AtomicUsize::new(0),
             growing: Mutex::new(()),
-            inner: Mutex::new(inner),
+            inner: Lock::new(inner),
         }
     }
 
@@ -171,6 +173,14 @@ impl Heap {
         self.limit.load(Ordering::Relaxed)
     }
 
+    /// Whether the heap may record events of the whole context, as it does by itself where the driver can. Not where graphs
+    /// are captured without [`Heap::begin_pool`]: such an event breaks every capture under way. Without them, what a stream
+    /// leaves behind is others' only when it comes back, and a released pool's bytes stay where they are.
+    pub fn set_context_events(&self, allowed: bool) {
+        let can = self.driver.device().context_events;
+        self.inner.lock().streams.set_context_events(allowed && can);
+    }
+
     /// A block of at least `bytes`, aligned to 512, that `stream` may use at once. Zero bytes: address 0.
     ///
     /// # Errors
@@ -183,13 +193,13 @@ impl Heap {
         let Some(granules) = u32::try_from(bytes.div_ceil(GRANULE)).ok().filter(|_| bytes <= self.window.bytes()) else {
             return Err(self.larger_than_window(bytes));
         };
-        let id = self.driver.stream_id(stream)?;
         let captures = self.captures.load(Ordering::Relaxed) > 0;
         let capturing = captures && self.driver.stream_capture(stream)? != Capture::None;
+        let id = self.identify(stream, capturing)?;
         let mut guard = self.inner.lock();
         let inner = &mut *guard;
         if captures && !capturing {
-            inner.pools.seen_running(id);
+            inner.pools.seen_running(captured(stream));
             self.count_captures(inner);
         }
         let place = inner.place(id, capturing);
@@ -217,6 +227,15 @@ impl Heap {
         error
     }
 
+    /// Who a stream is. A capturing stream may not be asked (900, and its capture is lost): it lives, so its handle will do.
+    #[inline]
+    fn identify(&self, stream: Stream, capturing: bool) -> Result<StreamId, HeapError> {
+        if capturing {
+            return Ok(captured(stream));
+        }
+        Ok(self.driver.stream_id(stream)?)
+    }
+
     /// Frees a block. Its bytes are its stream's again at once, and others' when that stream has come past this moment.
     ///
     /// # Errors
@@ -226,7 +245,7 @@ impl Heap {
         if addr == 0 {
             return Ok(());
         }
-        let offset = self.granule(addr).filter(|_| addr % GRANULE == 0).ok_or(HeapError::Foreign { addr })?;
+        let offset = self.granule(addr).filter(|_| addr.is_multiple_of(GRANULE)).ok_or(HeapError::Foreign { addr })?;
         let mut inner = self.inner.lock();
         if !inner.free(offset) {
             return Err(HeapError::Foreign { addr });
@@ -242,7 +261,8 @@ impl Heap {
     /// What the driver says of the stream.
     pub fn record_stream(&self, addr: Addr, stream: Stream) -> Result<bool, HeapError> {
         let Some(offset) = self.granule(addr) else { return Ok(false) };
-        let id = self.driver.stream_id(stream)?;
+        let captures = self.captures.load(Ordering::Relaxed) > 0;
+        let id = self.identify(stream, captures && self.driver.stream_capture(stream)? != Capture::None)?;
         let mut inner = self.inner.lock();
         let Some(index) = inner.live_around(offset).map(|info| info.handle.index()) else { return Ok(false) };
         let stream = match inner.streams.find(id) {
@@ -256,7 +276,7 @@ impl Heap {
     /// Keeps the live block at an address from reuse until [`Heap::unpin`], even when it is freed. `None`: no live block starts there.
     #[must_use]
     pub fn pin(&self, addr: Addr) -> Option<Pin> {
-        let offset = self.granule(addr).filter(|_| addr % GRANULE == 0)?;
+        let offset = self.granule(addr).filter(|_| addr.is_multiple_of(GRANULE))?;
         let mut inner = self.inner.lock();
         let index = inner.index.get(offset)?;
         let pin = inner.pin(index)?;
@@ -289,6 +309,7 @@ impl Heap {
             if inner.streams.any_wanted() && !inner.streams.context_pending() {
                 inner.streams.record_context();
             }
+            inner.live.largest_free = u64::from(inner.tlsf.largest_free()) * GRANULE;
             self.publish(&inner);
             inner.trim_wanted
         };
@@ -317,6 +338,11 @@ impl Heap {
             });
         }
     }
+}
+
+/// The identity of a stream while it captures: its handle, told from ids by a bit that those do not reach.
+fn captured(stream: Stream) -> StreamId {
+    StreamId(stream.0 | 1 << 63)
 }
 
 /// One call of malloc.

@@ -145,6 +145,31 @@ impl Stats {
         }
     }
 
+    /// The counters since `begin` alone: peaks as they are (they were reset then), totals as differences.
+    pub(super) fn since(mut self, begin: &Self) -> Self {
+        self.pairs(begin, |now, then| {
+            now.allocated = now.allocated.saturating_sub(then.allocated);
+            now.freed = now.freed.saturating_sub(then.freed);
+        });
+        self.retries = self.retries.saturating_sub(begin.retries);
+        self.out_of_memory = self.out_of_memory.saturating_sub(begin.out_of_memory);
+        self.growths = self.growths.saturating_sub(begin.growths);
+        self.trims = self.trims.saturating_sub(begin.trims);
+        self
+    }
+
+    /// Peaks that were reset are no lower than they were before.
+    pub(super) fn raise_peaks(&mut self, before: &Self) {
+        self.pairs(before, |now, then| now.peak = now.peak.max(then.peak));
+    }
+
+    fn pairs(&mut self, other: &Self, f: impl Fn(&mut Stat, &Stat)) {
+        let mut other = *other;
+        for (mine, theirs) in [(&mut self.all, &mut other.all), (&mut self.small, &mut other.small), (&mut self.large, &mut other.large)] {
+            mine.each().into_iter().zip(theirs.each()).for_each(|(mine, theirs)| f(mine, theirs));
+        }
+    }
+
     pub(super) fn reset_accumulated(&mut self) {
         for pool in [&mut self.all, &mut self.small, &mut self.large] {
             pool.each().into_iter().for_each(|stat| (stat.allocated, stat.freed) = (0, 0));

@@ -15,7 +15,7 @@ use crate::tlsf::Handle;
 /// Frees after which an event is worth its 0.25 µs even if nobody has asked.
 const FREES_PER_EVENT: u32 = 64;
 /// The same in bytes.
-const BYTES_PER_EVENT: u64 = 32 << 20;
+const BYTES_PER_EVENT: u64 = 1 << 30;
 /// Events of one stream in flight; after that the newest is recorded anew, which covers more.
 const EVENTS_IN_FLIGHT: usize = 16;
 
@@ -32,8 +32,10 @@ struct State {
     bytes: u64,
     /// The largest mark that its own events have come past.
     done: u64,
-    /// Somebody waits for what this stream has freed or used.
-    wanted: bool,
+    /// The mark of its newest event.
+    recorded: u64,
+    /// The largest mark that somebody waits for it to come past.
+    wanted: u64,
     /// It was seen since the last look at who may be forgotten.
     recent: bool,
     /// Blocks that it was recorded on and that have not come past it.
@@ -51,7 +53,8 @@ impl State {
             frees: 0,
             bytes: 0,
             done: 0,
-            wanted: false,
+            recorded: 0,
+            wanted: 0,
             recent: true,
             uses: 0,
             events: VecDeque::new(),
@@ -181,6 +184,10 @@ impl Streams {
         self.captures = captures;
     }
 
+    pub(super) fn set_context_events(&mut self, may: bool) {
+        self.context_events = may;
+    }
+
     pub(super) fn has_context_events(&self) -> bool {
         self.context_events
     }
@@ -197,21 +204,23 @@ impl Streams {
         if let Some(state) = self.states.get_mut(stream as usize) {
             state.frees += 1;
             state.bytes += bytes;
-            state.wanted |= stream == LIMBO;
+            if stream == LIMBO {
+                state.wanted = self.clock;
+            }
         }
     }
 
-    /// Asks that the stream be recorded at the next chance.
+    /// Asks that the stream be recorded at the next chance, behind this moment.
     pub(super) fn want(&mut self, stream: u32) {
         if let Some(state) = self.states.get_mut(stream as usize) {
-            state.wanted = true;
+            state.wanted = self.clock;
         }
     }
 
     /// Asks that every stream but one that has freed something be recorded at its next chance.
     pub(super) fn want_others(&mut self, but: u32) {
         for (_, state) in (0..).zip(self.states.iter_mut()).filter(|(i, state)| *i != but && state.frees > 0) {
-            state.wanted = true;
+            state.wanted = self.clock;
         }
     }
 
@@ -220,7 +229,10 @@ impl Streams {
     pub(super) fn due(&self, stream: u32) -> bool {
         self.states.len() > 2
             && self.captures == 0
-            && self.states.get(stream as usize).is_some_and(|s| s.wanted || s.frees >= FREES_PER_EVENT || s.bytes >= BYTES_PER_EVENT)
+            && self
+                .states
+                .get(stream as usize)
+                .is_some_and(|s| s.wanted > s.recorded.max(self.context_done) || s.frees >= FREES_PER_EVENT || s.bytes >= BYTES_PER_EVENT)
     }
 
     /// Records the stream. Only inside a call that was handed `raw`. Does nothing while it captures.
@@ -240,7 +252,7 @@ impl Streams {
             return Err(error);
         }
         state.events.push_back((self.clock, event));
-        (state.frees, state.bytes, state.wanted) = (0, 0, false);
+        (state.frees, state.bytes, state.recorded) = (0, 0, self.clock);
         self.clock += 1;
         Ok(())
     }
@@ -263,9 +275,6 @@ impl Streams {
         let recorded = (self.clock, event);
         self.in_context.push_back(recorded);
         self.clock += 1;
-        for state in &mut self.states {
-            (state.frees, state.bytes, state.wanted) = (0, 0, false);
-        }
         Some(recorded)
     }
 
@@ -274,9 +283,9 @@ impl Streams {
         !self.in_context.is_empty()
     }
 
-    /// Whether anybody waits for a stream.
+    /// Whether anybody waits for a stream that has not come past what is waited for.
     pub(super) fn any_wanted(&self) -> bool {
-        self.waiting > 0 || self.states.iter().any(|state| state.wanted)
+        self.states.iter().any(|state| state.wanted > state.done.max(self.context_done))
     }
 
     /// Whether any freed block waits for a stream that it was recorded on.
@@ -328,11 +337,10 @@ impl Streams {
         own.max(context).max(self.done(stream))
     }
 
-    /// The first event in flight after which the stream has come past `mark`.
+    /// The first event in flight after which the stream has come past `mark`: one of its own rather than one of all streams.
     pub(super) fn event_for(&self, stream: u32, mark: u64) -> Option<Event> {
-        let events = self.states.get(stream as usize).into_iter().flat_map(|state| &state.events);
-        let first = events.chain(&self.in_context).filter(|(covered, _)| *covered >= mark).min_by_key(|(covered, _)| *covered);
-        first.map(|(_, event)| *event)
+        let own = self.states.get(stream as usize).into_iter().flat_map(|state| &state.events);
+        own.chain(&self.in_context).find(|(covered, _)| *covered >= mark).map(|(_, event)| *event)
     }
 
     /// A block was recorded on the stream.
@@ -342,32 +350,36 @@ impl Streams {
         }
     }
 
-    /// A freed block was recorded on the stream: true if the stream has come past the mark of the free, else it will be
-    /// among [`Streams::take_over`].
-    pub(super) fn passed(&mut self, stream: u32, mark: u64, handle: Handle) -> bool {
-        let over = self.done(stream) >= mark;
+    /// The end of [`Streams::used`].
+    pub(super) fn unused(&mut self, stream: u32) {
         if let Some(state) = self.states.get_mut(stream as usize) {
-            if over {
-                state.uses -= u32::from(state.uses > 0);
-            } else {
-                state.wanted = true;
-                state.waiting.push_back((mark, handle));
-                self.waiting += 1;
-            }
+            state.uses = state.uses.saturating_sub(1);
         }
-        over
+    }
+
+    /// A freed block that was recorded on the stream waits until that comes past the mark of the free.
+    pub(super) fn wait(&mut self, stream: u32, mark: u64, handle: Handle) {
+        if let Some(state) = self.states.get_mut(stream as usize) {
+            state.wanted = self.clock;
+            state.waiting.push_back((mark, handle));
+            self.waiting += 1;
+        }
     }
 
     /// A block that waited for this stream and need not any more, with the mark of its free.
     pub(super) fn take_over(&mut self, stream: u32) -> Option<(u64, Handle)> {
         let done = self.done(stream);
-        let state = self.states.get_mut(stream as usize)?;
-        let (mark, _) = *state.waiting.front()?;
-        if mark > done {
-            return None;
-        }
-        state.uses -= u32::from(state.uses > 0);
-        self.waiting -= 1;
-        state.waiting.pop_front()
+        let waiting = &mut self.states.get_mut(stream as usize)?.waiting;
+        let over = waiting.front().is_some_and(|(mark, _)| *mark <= done);
+        let taken = if over { waiting.pop_front() } else { None };
+        self.waiting -= usize::from(taken.is_some());
+        taken
+    }
+
+    /// All blocks that wait for this stream, with the marks of their frees.
+    pub(super) fn take_waiting(&mut self, stream: u32) -> VecDeque<(u64, Handle)> {
+        let taken = self.states.get_mut(stream as usize).map(|state| std::mem::take(&mut state.waiting)).unwrap_or_default();
+        self.waiting -= taken.len();
+        taken
     }
 }

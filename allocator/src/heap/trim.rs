@@ -3,7 +3,6 @@
 use crate::tlsf::GRANULE;
 use crate::window::Chunk;
 
-use super::streams::LIMBO;
 use super::{Heap, Inner};
 
 /// Looks at a context-wide event that was recorded just now, before the device counts as busy: some 10 µs, where a growth
@@ -18,6 +17,7 @@ impl Heap {
             let mut inner = self.inner.lock();
             inner.streams.poll();
             inner.settle_waiting();
+            inner.merge_ready();
             let taken = inner.take_free_chunks(bytes);
             inner.stats.trims += u64::from(!taken.is_empty());
             inner.live.largest_free = u64::from(inner.tlsf.largest_free()) * GRANULE;
@@ -73,6 +73,16 @@ impl Heap {
 }
 
 impl Inner {
+    /// Where several streams share chunks: what they have finished with becomes everybody's, and merges.
+    fn merge_ready(&mut self) {
+        let (others, limbo) = (self.others(0), self.domain_of(0));
+        if others.len() > 1 || !self.tlsf.is_empty(limbo) {
+            for (_, stream, domain) in others {
+                self.tlsf.move_ready(domain, limbo, self.streams.done(stream));
+            }
+        }
+    }
+
     /// Takes whole free chunks that no queued work can reach, the highest first, since low addresses pack. Notes how much
     /// more there would be to take later.
     fn take_free_chunks(&mut self, bytes: u64) -> Vec<Chunk> {
@@ -86,6 +96,7 @@ impl Inner {
             let Some(place) = self.places.iter().find(|place| place.domain == domain).filter(|place| place.is_shared()) else { continue };
             if self.streams.done(place.stream) < mark {
                 later = later.saturating_add(chunk.bytes);
+                self.streams.want(place.stream);
             } else if self.tlsf.remove_region(*offset).is_ok() {
                 sum += chunk.bytes;
                 taken.push(*chunk);
@@ -96,9 +107,6 @@ impl Inner {
             self.stats.unreserved(chunk.bytes);
         }
         self.trim_wanted = bytes.saturating_sub(sum).min(later);
-        if self.trim_wanted > 0 {
-            self.streams.want(LIMBO);
-        }
         taken
     }
 }

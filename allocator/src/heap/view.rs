@@ -54,6 +54,31 @@ impl Heap {
         pieces.fold((0, 0), |(bytes, pieces), block| (bytes + u64::from(block.granules) * GRANULE, pieces + 1))
     }
 
+    /// The largest free block, in bytes: of any stream's.
+    #[must_use]
+    pub fn largest_free(&self) -> u64 {
+        u64::from(self.inner.lock().tlsf.largest_free()) * GRANULE
+    }
+
+    /// Begins a part of the program whose peaks and counts are wanted by themselves: peaks start again from what is. Parts nest.
+    /// Gives what [`Heap::end_scope`] needs.
+    #[must_use]
+    pub fn begin_scope(&self) -> Stats {
+        let mut inner = self.inner.lock();
+        let begin = inner.stats;
+        inner.stats.reset_peaks();
+        begin
+    }
+
+    /// Ends it: peaks and totals of that part alone. The heap's own peaks are what they would be without it.
+    #[must_use]
+    pub fn end_scope(&self, begin: &Stats) -> Stats {
+        let mut inner = self.inner.lock();
+        let scope = inner.stats.since(begin);
+        inner.stats.raise_peaks(begin);
+        scope
+    }
+
     /// Sets peaks to what is.
     pub fn reset_peaks(&self) {
         self.inner.lock().stats.reset_peaks();

@@ -51,6 +51,9 @@ pub struct Handle {
 }
 
 impl Handle {
+    /// No block's.
+    pub const NONE: Self = Self { index: u32::MAX, generation: 0 };
+
     /// A small number that no other used block of this allocator has: an index for tables beside it. Reused after the free.
     pub const fn index(self) -> u32 {
         self.index
@@ -165,6 +168,11 @@ impl Tlsf {
     /// An allocator with no region and no domain.
     pub const fn new() -> Self {
         Self { nodes: Nodes::new(), domains: Domains::new(), regions: Regions::new(), free: 0, used: 0 }
+    }
+
+    /// Makes places ready for `blocks` blocks, free ones counted, so that calls up to there never allocate or touch new memory.
+    pub fn prepare(&mut self, blocks: u32) {
+        self.nodes.prepare(blocks);
     }
 
     /// Takes a block of `granules` from `domain`, whatever its mark. The rest of what it is cut from keeps domain and mark.

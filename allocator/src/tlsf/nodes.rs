@@ -66,6 +66,28 @@ impl Nodes {
         }
     }
 
+    /// Adds vacant places until there are `places`, the lowest on top.
+    pub(super) fn prepare(&mut self, places: u32) {
+        let first = self.table.len() as u32;
+        for index in first..places {
+            let next = if index + 1 < places { index + 1 } else { self.vacant };
+            self.table.push(Node {
+                offset: 0,
+                granules: 0,
+                before: NIL,
+                after: NIL,
+                prev: NIL,
+                next,
+                domain: Domain::NONE,
+                generation: 0,
+                mark: 0,
+            });
+        }
+        if first < places {
+            self.vacant = first;
+        }
+    }
+
     /// Makes the place of a free node vacant.
     pub(super) fn release(&mut self, index: u32) {
         let vacant = self.vacant;

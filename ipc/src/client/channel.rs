@@ -265,7 +265,7 @@ impl Channel {
             return Err(self.closed());
         }
         let before = reader.received();
-        let frame = reader.read_frame(self.socket.as_fd(), timeout);
+        let frame = reader.read_frame(self.socket.as_fd(), timeout, true);
         self.received.fetch_add(reader.received() - before, Ordering::Relaxed);
         let error = match frame.map(|frame| serde_json::from_slice(&frame)) {
             Ok(Ok(frame)) => return Ok(frame),

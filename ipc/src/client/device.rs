@@ -10,9 +10,11 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use millpond_allocator::driver::host::{HostConfig, HostPlatform};
-use millpond_allocator::driver::{cuda::CudaPlatform, Access, Addr, DeviceId, Driver, DriverError, Event, Platform};
+use millpond_allocator::driver::{
+    cuda::CudaPlatform, Access, Addr, Capture, DeviceId, Driver, DriverError, Event, Platform, Stream, StreamId,
+};
 use millpond_allocator::heap::{ChunkSource, GrowError, Heap, HeapConfig, Live, LiveSink};
-use millpond_allocator::timeline::{Slots, Timelines, Word};
+use millpond_allocator::timeline::{Slots, TimelineError, Timelines, Word};
 use millpond_allocator::window::{Chunk, Window};
 use parking_lot::Mutex;
 
@@ -21,7 +23,7 @@ use super::fault::{self, Fault};
 use super::lease::Leases;
 use super::link::Link;
 use crate::control::{Control, LiveRow, MAX_DEVICES};
-use crate::wire::{self, Answer, DeviceGrant, Peer, Request, MAX_FDS};
+use crate::wire::{self, Answer, DeviceGrant, Peer, Reason, Request, MAX_FDS};
 
 /// How long growth may wait for the owner, which itself waits for others to trim, with a shorter bound.
 const GROW_TIMEOUT: Duration = Duration::from_secs(10);
@@ -127,11 +129,15 @@ impl ChunkSource for Source {
     fn grow(&self, bytes: u64) -> Result<Vec<(Chunk, OwnedFd)>, GrowError> {
         let call = Request::Grow { device: self.device, bytes };
         let unreachable = |error: Error| GrowError::Unreachable(error.to_string());
-        let (answer, mut fds) = self.shared.link.call(call, GROW_TIMEOUT).map_err(|error| match error {
-            Error::OutOfMemory(detail) => GrowError::OutOfMemory { limit: u64::MAX, reserved: 0, detail },
-            error => unreachable(error),
-        })?;
-        let Answer::Granted { chunks } = answer else { return Err(unreachable(Error::unexpected(&answer))) };
+        let (answer, mut fds) = self.shared.link.ask(call, GROW_TIMEOUT).map_err(unreachable)?;
+        let chunks = match answer {
+            Answer::Granted { chunks } => chunks,
+            Answer::Refused { reason: Reason::OutOfMemory, message, limit, reserved, .. } => {
+                return Err(GrowError::OutOfMemory { limit, reserved, detail: message });
+            }
+            Answer::Refused { message, .. } => return Err(GrowError::Unreachable(message)),
+            answer => return Err(unreachable(Error::unexpected(&answer))),
+        };
         while fds.len() < chunks.len() {
             let epochs = chunks.iter().skip(fds.len()).take(MAX_FDS).map(|chunk| chunk.epoch).collect();
             match import(&self.shared.link, self.window, epochs) {
@@ -276,6 +282,14 @@ pub(super) struct Range<'a> {
 }
 
 impl Opened {
+    /// Who a stream is. Refused while it is captured: a replay would neither wait nor signal again.
+    pub(super) fn identify(&self, stream: Stream) -> Result<StreamId, Error> {
+        if self.driver.stream_capture(stream)? != Capture::None {
+            return Err(TimelineError::Capturing.into());
+        }
+        Ok(self.driver.stream_id(stream)?)
+    }
+
     /// Where a range of a window is mapped here, after what is missing of it has been mapped. `in_use`: whether anything else
     /// that is held here lies in a chunk.
     pub(super) fn resolve(&self, range: Range<'_>, in_use: impl Fn(&Chunk) -> bool) -> Result<Addr, Error> {

@@ -194,7 +194,7 @@ impl Leases {
             let word = hold.word();
             let making = word.state() == HoldState::Making && u32::from(word.sender()) == dead;
             let held = matches!(word.state(), HoldState::InFlight | HoldState::Held) && u32::from(word.receiver()) == dead;
-            if making || held {
+            if making || held || word.is_ticket_of(dead) {
                 hold.bury(word);
             }
         }
@@ -228,21 +228,26 @@ pub(super) fn forward(control: &Control, me: u32, mine: HoldRef, claim: (u64, u6
         return Err(stale());
     }
     let claim = Claim { offset: claim.0, bytes: claim.1, ..own.claim().ok_or_else(stale)? };
+    let made = place_forwarded(control, me, mine.producer, claim, receiver)?;
+    // Another thread may have let go of our own meanwhile, and the producer of the bytes.
+    if !own.confirm(mine.generation, me as u8) {
+        cancel(control, made);
+        return Err(stale());
+    }
+    Ok(made)
+}
+
+/// Makes a hold in the upper half of a producer's table, in a free place.
+pub(super) fn place_forwarded(control: &Control, me: u32, producer: u32, claim: Claim, receiver: u8) -> Result<HoldRef, Error> {
     let start = (me as usize).wrapping_mul(127) % 64;
     for step in 0..HOLDS_PER_CLIENT - FORWARDED {
         let place = (start + step) % (HOLDS_PER_CLIENT - FORWARDED);
         let index = (FORWARDED + place) as u32;
-        let Some(hold) = control.hold(mine.producer, index) else { break };
+        let Some(hold) = control.hold(producer, index) else { break };
         // The mark goes up before the hold can be seen, so that the producer's look reaches it.
-        raise(control.high_hold(mine.producer), 32, place as u64 + 1);
+        raise(control.high_hold(producer), 32, place as u64 + 1);
         if let Some(generation) = hold.make(me as u8, receiver, claim) {
-            let made = HoldRef { producer: mine.producer, index, generation };
-            // Another thread may have let go of our own meanwhile, and the producer of the bytes.
-            if !own.confirm(mine.generation, me as u8) {
-                cancel(control, made);
-                return Err(stale());
-            }
-            return Ok(made);
+            return Ok(HoldRef { producer, index, generation });
         }
     }
     Err(Error::OutOfMemory("too many forwarded values are held by their receivers".to_owned()))

@@ -95,7 +95,7 @@ impl Link {
         let body = serde_json::to_vec(hello).map_err(|error| Error::Internal(error.to_string()))?;
         send_frame(socket.as_fd(), &body, &[], Some(timeout)).map_err(gone)?;
         let mut reader = FrameReader::default();
-        let frame = reader.read_frame(socket.as_fd(), Some(timeout)).map_err(gone)?;
+        let frame = reader.read_frame(socket.as_fd(), Some(timeout), false).map_err(gone)?;
         match serde_json::from_slice(&frame).map_err(|error| Error::Protocol(format!("the owner's first frame: {error}")))? {
             FromOwner::Welcome { welcome } => {
                 let fds = reader.take_fds(welcome.fds)?;
@@ -149,8 +149,16 @@ impl Link {
         self.send(&FromClient::Answered { ask_id, bytes })
     }
 
-    /// Asks and waits.
+    /// Asks and waits; a refusal is an error.
     pub(super) fn call(&self, call: Request, timeout: Duration) -> Result<(Answer, Vec<OwnedFd>), Error> {
+        match self.ask(call, timeout)? {
+            (Answer::Refused { reason, message, .. }, _) => Err(Error::from_refusal(reason, message)),
+            answered => Ok(answered),
+        }
+    }
+
+    /// Asks and waits for whatever the answer is.
+    pub(super) fn ask(&self, call: Request, timeout: Duration) -> Result<(Answer, Vec<OwnedFd>), Error> {
         let call_id = self.next.fetch_add(1, Ordering::Relaxed);
         let abandoned = Awaited::abandoned(&call);
         self.pending.lock().waiting.insert(call_id, Awaited::Yes);
@@ -162,10 +170,7 @@ impl Link {
         let mut pending = self.pending.lock();
         loop {
             if let Some((answer, fds)) = pending.answers.remove(&call_id) {
-                return match answer {
-                    Answer::Refused { reason, message, .. } => Err(Error::from_refusal(reason, message)),
-                    answer => Ok((answer, fds)),
-                };
+                return Ok((answer, fds));
             }
             if self.is_dead() {
                 pending.waiting.remove(&call_id);
@@ -192,7 +197,7 @@ impl Link {
     /// Reads until the owner is gone. The body of the reader's thread.
     pub(super) fn read(self: &Arc<Self>, mut reader: FrameReader, notices: &Sender<Notice>) {
         let mut next = || -> Result<(), FrameError> {
-            let frame = reader.read_frame(self.socket.as_fd(), None)?;
+            let frame = reader.read_frame(self.socket.as_fd(), None, false)?;
             match serde_json::from_slice(&frame)? {
                 FromOwner::Answer { call_id, answer, fds } => {
                     let fds = reader.take_fds(fds)?;

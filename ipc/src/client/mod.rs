@@ -8,6 +8,7 @@ mod import;
 mod lease;
 mod link;
 mod tend;
+mod ticket;
 mod transfer;
 mod wake;
 
@@ -381,7 +382,7 @@ impl Client {
     /// The ledger, from shared memory, without the owner's help.
     #[must_use]
     pub fn ledger(&self) -> Ledger {
-        Ledger::read(&self.shared.control, tend::now_ms())
+        Ledger::read_with_lends(&self.shared.control, tend::now_ms())
     }
 
     /// How many blocks of this client others hold, after a look whether they still do.

@@ -74,7 +74,7 @@ pub struct ReceiveOptions<'a> {
 }
 
 /// What a send has done so far, to be undone if it fails.
-struct Draft<'a> {
+pub(super) struct Draft<'a> {
     client: &'a Client,
     holds: Vec<HoldRef>,
     signals: Vec<Signal>,
@@ -84,8 +84,40 @@ struct Draft<'a> {
     copied_bytes: u64,
 }
 
-impl Draft<'_> {
-    fn abandon(self) {
+impl<'a> Draft<'a> {
+    fn new(client: &'a Client, tensors: usize) -> Self {
+        Self {
+            client,
+            holds: Vec::with_capacity(tensors),
+            signals: Vec::new(),
+            of_stream: HashMap::new(),
+            tensors: Vec::with_capacity(tensors),
+            copied: Vec::new(),
+            copied_bytes: 0,
+        }
+    }
+
+    /// The message as it goes out.
+    pub(super) fn frame(&mut self, tree: Box<RawValue>) -> Frame {
+        Frame {
+            kind: Kind::Message,
+            tree,
+            ready: self.signals.iter().map(|signal| (signal.timeline, signal.value)).collect(),
+            tensors: std::mem::take(&mut self.tensors),
+        }
+    }
+
+    /// It has left: the copies belong to their leases alone.
+    pub(super) fn sent(self, tensors: usize) {
+        self.free_copies();
+        let counters = &self.client.counters;
+        counters.sent_messages.fetch_add(1, Ordering::Relaxed);
+        counters.sent_tensors.fetch_add(tensors as u64, Ordering::Relaxed);
+        counters.copied_tensors.fetch_add(self.copied.len() as u64, Ordering::Relaxed);
+        counters.copied_bytes.fetch_add(self.copied_bytes, Ordering::Relaxed);
+    }
+
+    pub(super) fn abandon(self) {
         self.holds.iter().for_each(|hold| cancel(&self.client.shared.control, *hold));
         self.free_copies();
         self.client.shared.leases.reap();
@@ -123,42 +155,29 @@ impl Client {
         tensors: &[Outgoing],
         timeout: Option<Duration>,
     ) -> Result<Vec<bool>, Error> {
-        self.check_alive()?;
-        let mut draft = Draft {
-            client: self,
-            holds: Vec::with_capacity(tensors.len()),
-            signals: Vec::new(),
-            of_stream: HashMap::new(),
-            tensors: Vec::with_capacity(tensors.len()),
-            copied: Vec::new(),
-            copied_bytes: 0,
-        };
-        let copied = match self.draft(&mut draft, channel.peer().client, tensors) {
-            Ok(copied) => copied,
-            Err(error) => {
-                draft.abandon();
-                return Err(error);
-            }
-        };
-        let frame = Frame {
-            kind: Kind::Message,
-            tree,
-            ready: draft.signals.iter().map(|signal| (signal.timeline, signal.value)).collect(),
-            tensors: std::mem::take(&mut draft.tensors),
-        };
+        let (mut draft, copied) = self.drafted(channel.peer().client, tensors)?;
+        let frame = draft.frame(tree);
         let sent =
             serde_json::to_vec(&frame).map_err(|error| Error::Internal(error.to_string())).and_then(|body| channel.send(&body, timeout));
         if let Err(error) = sent {
             draft.abandon();
             return Err(error);
         }
-        draft.free_copies();
-        let counters = &self.counters;
-        counters.sent_messages.fetch_add(1, Ordering::Relaxed);
-        counters.sent_tensors.fetch_add(tensors.len() as u64, Ordering::Relaxed);
-        counters.copied_tensors.fetch_add(draft.copied.len() as u64, Ordering::Relaxed);
-        counters.copied_bytes.fetch_add(draft.copied_bytes, Ordering::Relaxed);
+        draft.sent(tensors.len());
         Ok(copied)
+    }
+
+    /// Everything of a message but its way: holds for the receiver, signals, copies.
+    pub(super) fn drafted(&self, receiver: u32, tensors: &[Outgoing]) -> Result<(Draft<'_>, Vec<bool>), Error> {
+        self.check_alive()?;
+        let mut draft = Draft::new(self, tensors.len());
+        match self.draft(&mut draft, receiver, tensors) {
+            Ok(copied) => Ok((draft, copied)),
+            Err(error) => {
+                draft.abandon();
+                Err(error)
+            }
+        }
     }
 
     fn draft(&self, draft: &mut Draft<'_>, receiver: u32, tensors: &[Outgoing]) -> Result<Vec<bool>, Error> {
@@ -342,12 +361,18 @@ impl Client {
     pub fn receive(&self, channel: &Channel, options: &ReceiveOptions<'_>) -> Result<Message, Error> {
         self.check_alive()?;
         let frame = channel.receive(options.timeout)?;
+        let result = self.taken_up(frame, options, channel.peer());
+        if matches!(result, Err(Error::Protocol(_) | Error::Stale(_))) {
+            channel.distrust();
+        }
+        result
+    }
+
+    /// The message that a frame is; where one of its values is refused, all are let go.
+    pub(super) fn taken_up(&self, frame: Frame, options: &ReceiveOptions<'_>, sender: &Peer) -> Result<Message, Error> {
         let mut tensors = Vec::with_capacity(frame.tensors.len());
-        if let Err(error) = self.take_up(&frame, options, channel.peer(), &mut tensors) {
+        if let Err(error) = self.take_up(&frame, options, sender, &mut tensors) {
             tensors.iter().for_each(|tensor| drop(self.release(tensor.import)));
-            if matches!(error, Error::Protocol(_) | Error::Stale(_)) {
-                channel.distrust();
-            }
             // Those that were taken up are left alone by this.
             frame.tensors.iter().for_each(|descriptor| self.imports.decline(descriptor.hold()));
             return Err(error);
@@ -462,7 +487,7 @@ impl Client {
                     .map_err(|error| if matches!(error, Error::PeerDied(_)) { died(&import) } else { error })?,
             }
         }
-        let id = stream.map(|stream| opened.driver.stream_id(stream)).transpose()?;
+        let id = stream.map(|stream| opened.identify(stream)).transpose()?;
         self.imports.with(handle, |import| {
             import.addr = Some(addr);
             if on_cpu {
@@ -531,7 +556,7 @@ impl Client {
     pub fn record_import_stream(&self, addr: Addr, place: Place, stream: Stream) -> Result<bool, Error> {
         self.check_alive()?;
         let opened = self.device(place)?.open()?;
-        Ok(self.imports.record_stream(addr, opened.driver.stream_id(stream)?))
+        Ok(self.imports.record_stream(addr, opened.identify(stream)?))
     }
 
     /// Waits until every receiver of the block at an address is done with it: the stream on the GPU, and without one, or where
@@ -590,7 +615,7 @@ impl Client {
                     opened.heap.record_stream(addr, stream).map(|_| ())?
                 }
                 Some(_) => {
-                    self.imports.record_stream(addr, opened.driver.stream_id(stream)?);
+                    self.imports.record_stream(addr, opened.identify(stream)?);
                 }
                 None => {}
             }

@@ -62,6 +62,12 @@ impl HoldWord {
         (self.0 >> 16) as u8
     }
 
+    /// Whether it is a ticket of this client that nobody has taken up.
+    #[must_use]
+    pub const fn is_ticket_of(self, client: u32) -> bool {
+        matches!(self.state(), HoldState::InFlight) && self.receiver() == Self::ANYBODY && self.sender() as u32 == client
+    }
+
     /// The same life in another state.
     #[must_use]
     pub const fn with_state(self, state: HoldState) -> Self {
@@ -199,6 +205,15 @@ impl Hold {
             && word.state() == HoldState::InFlight
             && word.receiver() == HoldWord::ANYBODY
             && self.swap(word, word.with_receiver(receiver))
+    }
+
+    /// Whether it still stands for anybody. A write, for the same reason as in [`Hold::confirm`].
+    pub fn confirm_open(&self, generation: u32) -> bool {
+        let word = self.word();
+        word.generation() == generation
+            && word.state() == HoldState::InFlight
+            && word.receiver() == HoldWord::ANYBODY
+            && self.swap(word, word)
     }
 
     /// What the hold is on. `None` for a window number that none can have.

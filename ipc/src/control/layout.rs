@@ -194,7 +194,7 @@ row! {
         blocks,
         /// Bytes asked for, without rounding.
         requested,
-        /// The largest free block, as of its last growth or trim.
+        /// The largest free block, as of its last growth, trim or beat.
         largest_free,
         /// Bytes of its blocks that others hold.
         leased_out,

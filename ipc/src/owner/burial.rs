@@ -73,7 +73,7 @@ impl Owner {
                     let making = word.state() == HoldState::Making && u32::from(word.sender()) == slot;
                     let taken = matches!(word.state(), HoldState::InFlight | HoldState::Held) && u32::from(word.receiver()) == slot;
                     // Its owner may have changed it in between: then it is looked at again.
-                    if !(making || taken) || hold.bury(word) {
+                    if !(making || taken || word.is_ticket_of(slot)) || hold.bury(word) {
                         break;
                     }
                 }

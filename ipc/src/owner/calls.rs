@@ -66,6 +66,10 @@ impl Owner {
                 let answer = self.ledger_answer();
                 self.answer(slot, call_id, answer, Vec::new());
             }
+            Request::Windows => {
+                let windows = self.estate.window_maps();
+                self.answer(slot, call_id, Answer::Windows { windows }, Vec::new());
+            }
             Request::Faulted { device } => self.faulted(slot, device),
             Request::Detach => {
                 if let Some(client) = self.client_mut(slot) {
@@ -157,6 +161,7 @@ impl Owner {
             };
             let answer = match call {
                 Request::Ledger => self.ledger_answer(),
+                Request::Windows => Answer::Windows { windows: self.estate.window_maps() },
                 Request::Detach => Answer::Done,
                 _ => refused(Reason::Refused, "an observer only reads the ledger"),
             };

@@ -10,18 +10,9 @@ use millpond_allocator::driver::{Driver, DriverError};
 
 use super::devices::Served;
 use crate::control::{DeviceRow, GrantRow, MAX_CLIENTS};
-use crate::wire::Chunk;
+use crate::wire::{Chunk, ChunkMap, WindowMap};
 
-/// What became of a chunk.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Fate {
-    /// Its client's.
-    Held,
-    /// Given back, but still mapped by others.
-    Retired,
-    /// Left by a dead client, and still read by others.
-    Orphaned,
-}
+pub(super) use crate::wire::Fate;
 
 /// A chunk as the owner keeps it.
 #[derive(Debug)]
@@ -150,6 +141,22 @@ impl Estate {
             self.dirty.insert((slot, index));
         }
         true
+    }
+
+    /// Every window with its chunks, for pictures.
+    pub(super) fn window_maps(&self) -> Vec<WindowMap> {
+        let chunk = |epoch: &u64| {
+            let holding = self.chunks.get(epoch)?;
+            Some(ChunkMap { chunk: holding.chunk, fate: holding.fate, mapped_by: members(holding.importers).collect() })
+        };
+        let map = |(id, window): (&u32, &Window)| WindowMap {
+            window: *id,
+            device: window.device,
+            client: window.slot,
+            bytes: self.device(window.device).map_or(0, |device| device.served.window_bytes),
+            chunks: window.taken.values().filter_map(chunk).collect(),
+        };
+        self.windows.iter().map(map).collect()
     }
 
     /// A client's chunks, whatever their fate.

@@ -1,6 +1,7 @@
 //! Growth: admission is atomic, since one thread decides; what does not fit at once waits, with a bound, while others are
 //! asked to give back what they do not use.
 
+use millpond_allocator::heap::human;
 use std::time::{Duration, Instant};
 
 use super::calls::KEPT_CALLS;
@@ -251,9 +252,11 @@ impl Owner {
         let (reason, message, (limit, reserved)) = match denial {
             Denial::Arena(short) => {
                 let message = format!(
-                    "out of memory on {name}: {asked} bytes asked, {} of {} bytes reserved, {short} short; held by {}",
-                    row.reserved,
-                    row.limit,
+                    "The arena on {name} has {} reserved of its limit of {}; {} were asked, {} too many. Held by {}.",
+                    human(row.reserved),
+                    human(row.limit),
+                    human(asked),
+                    human(*short),
                     self.holders_text(device)
                 );
                 (Reason::OutOfMemory, message, arena)

@@ -140,7 +140,8 @@ impl Owner {
             name: hello.name.chars().filter(|c| !c.is_control()).take(NAME_LIMIT).collect(),
             role: hello.role,
             pid,
-            start_time: process::stat(pid).map_or(0, |stat| stat.start_time),
+            // A number that is another namespace's means another process here, or none.
+            start_time: if who.pid == 0 { 0 } else { process::stat(pid).map_or(0, |stat| stat.start_time) },
             windows,
             link,
             pidfd,

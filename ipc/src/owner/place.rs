@@ -1,7 +1,9 @@
 //! Where an owner is found: a directory that only its user can enter, and the socket in it.
 
 use std::os::fd::OwnedFd;
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use rustix::fs::Mode;
 use rustix::io::Errno;
@@ -40,6 +42,7 @@ impl Place {
         let error = |error| OwnerError::Directory { path: parent.to_owned(), error };
         let parent = std::path::absolute(parent).map_err(|e| error(Errno::from_io_error(&e).unwrap_or(Errno::INVAL)))?;
         let maker = std::process::id();
+        sweep(&parent, ABANDONED);
         for _ in 0..16 {
             let directory = parent.join(format!("millpond-{maker}-{}", random_hex::<4>()?));
             let socket = directory.join("socket");
@@ -69,6 +72,31 @@ impl Drop for Place {
             let _ = std::fs::remove_dir(&self.directory);
         }
     }
+}
+
+/// How old a directory must be before it may count as left behind: its owner may be between bind and listen.
+const ABANDONED: Duration = Duration::from_secs(60);
+
+/// Removes what owners left that were killed: directories of this user with a socket at which nobody listens.
+fn sweep(parent: &Path, age: Duration) {
+    let own = rustix::process::geteuid().as_raw();
+    let Ok(entries) = std::fs::read_dir(parent) else { return };
+    for entry in entries.flatten().filter(|entry| entry.file_name().as_encoded_bytes().starts_with(b"millpond-")) {
+        let directory = entry.path();
+        let socket = directory.join("socket");
+        let Ok(meta) = entry.metadata() else { continue };
+        let old = meta.modified().ok().and_then(|time| time.elapsed().ok()).is_some_and(|elapsed| elapsed >= age);
+        if meta.is_dir() && meta.uid() == own && old && is_abandoned(&socket) {
+            let _ = std::fs::remove_file(&socket);
+            let _ = std::fs::remove_dir(&directory);
+        }
+    }
+}
+
+fn is_abandoned(socket: &Path) -> bool {
+    let Ok(address) = SocketAddrUnix::new(socket) else { return false };
+    let probe = socket_with(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK, None);
+    probe.is_ok_and(|probe| rustix::net::connect(&probe, &address) == Err(Errno::CONNREFUSED))
 }
 
 /// So many random bytes in hexadecimal.
@@ -105,6 +133,22 @@ mod tests {
         assert!(place.socket().exists());
         drop(place);
         assert!(!directory.exists());
+    }
+
+    #[test]
+    fn what_a_killed_owner_left_is_swept_and_nothing_else() {
+        let parent = tempfile::tempdir().unwrap();
+        let (dead, listener) = Place::make(Some(parent.path())).unwrap();
+        let dead_directory = dead.socket().parent().unwrap().to_owned();
+        std::mem::forget(dead);
+        drop(listener);
+        let (alive, _listener) = Place::make(Some(parent.path())).unwrap();
+        let mine = parent.path().join("millpond-notes");
+        std::fs::create_dir(&mine).unwrap();
+        sweep(parent.path(), Duration::from_secs(60));
+        assert!(dead_directory.exists(), "too young");
+        sweep(parent.path(), Duration::ZERO);
+        assert!(!dead_directory.exists() && alive.socket().exists() && mine.exists());
     }
 
     #[test]

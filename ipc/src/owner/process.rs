@@ -1,10 +1,9 @@
 //! What the system says of a client's process.
-#![allow(unsafe_code)] // SO_PEERPIDFD has no safe wrapper yet
+#![allow(unsafe_code)] // SO_PEERPIDFD has no safe wrapper yet, that of SO_PEERCRED knows no pid 0
 
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 
 use rustix::io::Errno;
-use rustix::net::sockopt::socket_peercred;
 use rustix::process::{pidfd_open, Pid, PidfdFlags};
 
 /// Linux 6.5; the same on every architecture that CUDA runs on.
@@ -17,9 +16,18 @@ pub(super) struct Credentials {
     pub(super) pid: u32,
 }
 
+/// `pid` is 0 for a process that has no number here: another container's.
 pub(super) fn credentials(socket: BorrowedFd<'_>) -> Result<Credentials, Errno> {
-    let found = socket_peercred(socket)?;
-    Ok(Credentials { uid: found.uid.as_raw(), pid: found.pid.as_raw_nonzero().get().unsigned_abs() })
+    let mut found = libc::ucred { pid: 0, uid: u32::MAX, gid: u32::MAX };
+    let mut size = size_of::<libc::ucred>() as libc::socklen_t;
+    // SAFETY: the socket is open, and the kernel writes at most `size` bytes to `found`. Not rustix: it has no pid 0.
+    let result = unsafe {
+        libc::getsockopt(socket.as_raw_fd(), libc::SOL_SOCKET, libc::SO_PEERCRED, std::ptr::from_mut(&mut found).cast(), &mut size)
+    };
+    if result != 0 {
+        return Err(Errno::from_io_error(&std::io::Error::last_os_error()).unwrap_or(Errno::INVAL));
+    }
+    Ok(Credentials { uid: found.uid, pid: found.pid.unsigned_abs() })
 }
 
 /// A pidfd of the process that connected, as the kernel holds it: no process can be taken for another.

@@ -5,6 +5,7 @@ use std::collections::VecDeque;
 use std::io::{IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
 use rustix::event::{poll, PollFd, PollFlags, Timespec};
@@ -17,6 +18,14 @@ use rustix::net::{
 pub const FRAME_LIMIT: usize = 64 << 20;
 /// The most descriptors with one frame (the kernel's own limit is 253).
 pub const MAX_FDS: usize = 200;
+
+/// How long an eager reader spins before it sleeps.
+const EAGER: Duration = Duration::from_micros(30);
+
+fn cores_to_spare() -> bool {
+    static SPARE: OnceLock<bool> = OnceLock::new();
+    *SPARE.get_or_init(|| std::thread::available_parallelism().is_ok_and(|cores| cores.get() > 4))
+}
 
 /// Why a frame could not be sent or read.
 #[derive(Debug, thiserror::Error)]
@@ -263,18 +272,25 @@ impl FrameReader {
         Ok(self.fds.drain(..count).collect())
     }
 
-    /// Waits for one whole frame (`None`: for ever).
+    /// Waits for one whole frame (`None`: for ever). `eager`: the answer is likely on its way, so a core is spent on it for a
+    /// moment (where there are cores to spare): to be woken costs more than most answers take.
     ///
     /// # Errors
     /// [`FrameError`].
-    pub fn read_frame(&mut self, socket: BorrowedFd<'_>, timeout: Option<Duration>) -> Result<Vec<u8>, FrameError> {
-        let deadline = timeout.map(|t| Instant::now() + t);
+    pub fn read_frame(&mut self, socket: BorrowedFd<'_>, timeout: Option<Duration>, eager: bool) -> Result<Vec<u8>, FrameError> {
+        let start = Instant::now();
+        let deadline = timeout.map(|t| start + t);
+        let eager = if eager && cores_to_spare() { EAGER } else { Duration::ZERO };
         loop {
             if let Some(frame) = self.next_frame()? {
                 return Ok(frame);
             }
             if !self.fill(socket)? {
-                wait(socket, PollFlags::IN, deadline)?;
+                if start.elapsed() < eager {
+                    std::hint::spin_loop();
+                } else {
+                    wait(socket, PollFlags::IN, deadline)?;
+                }
             }
         }
     }

@@ -105,6 +105,45 @@ pub struct Chunk {
     pub bytes: u64,
 }
 
+/// What became of a chunk.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Fate {
+    /// Its client's.
+    Held,
+    /// Given back, but still mapped by others.
+    Retired,
+    /// Left by a dead client, and still read by others.
+    Orphaned,
+}
+
+/// One chunk as the owner keeps it.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ChunkMap {
+    /// The chunk.
+    #[serde(flatten)]
+    pub chunk: Chunk,
+    /// Whose it is.
+    pub fate: Fate,
+    /// Other clients that may map it, by slot.
+    pub mapped_by: Vec<u32>,
+}
+
+/// One window: a client's range of a device's address space, and what lies in it.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct WindowMap {
+    /// Its number.
+    pub window: u32,
+    /// Its device, by index in the control memory.
+    pub device: u32,
+    /// Its client's slot.
+    pub client: u32,
+    /// Bytes of address space.
+    pub bytes: u64,
+    /// Its chunks, by offset.
+    pub chunks: Vec<ChunkMap>,
+}
+
 /// Who holds how much of a device: the reason that goes with a refusal.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Holder {
@@ -192,6 +231,8 @@ pub enum Request {
     },
     /// The ledger. Answer: [`Answer::Ledger`].
     Ledger,
+    /// Every window with its chunks. Answer: [`Answer::Windows`].
+    Windows,
     /// The client's context on a device is dead, though the process lives. No answer.
     Faulted {
         /// The device, by its index.
@@ -216,6 +257,8 @@ pub enum Answer {
     Channel { peer: Peer },
     /// The ledger, as JSON.
     Ledger { ledger: serde_json::Value },
+    /// Every window with its chunks.
+    Windows { windows: Vec<WindowMap> },
     /// Done, nothing to say.
     Done,
     /// Not granted.

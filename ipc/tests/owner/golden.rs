@@ -39,7 +39,7 @@ impl Transcript {
 
     fn hear(&mut self, speaker: &mut Speaker) -> serde_json::Value {
         use std::os::fd::AsFd;
-        let frame = speaker.wire.reader.read_frame(speaker.wire.socket.as_fd(), Some(PATIENCE)).unwrap();
+        let frame = speaker.wire.reader.read_frame(speaker.wire.socket.as_fd(), Some(PATIENCE), false).unwrap();
         let value: serde_json::Value = serde_json::from_slice(&frame).unwrap();
         let fds = value["fds"].as_u64().or(value["welcome"]["fds"].as_u64()).unwrap_or(0);
         speaker.wire.reader.take_fds(fds as usize).unwrap();

@@ -108,12 +108,10 @@ fn a_pidfd_must_be_one_and_of_the_client() {
     let directory = std::fs::File::open("/").unwrap();
     let refusal = Raw::attach_with(&served.socket, &good, &[directory.as_fd()]).err().unwrap();
     assert_eq!((refusal.field.as_str(), refusal.found.as_str()), ("pidfd", "another kind of file"));
-    let mut other = std::process::Command::new("sleep").arg("60").spawn().unwrap();
-    let pid = rustix::process::Pid::from_child(&other);
+    let other = Sleeper::start();
+    let pid = rustix::process::Pid::from_child(&other.0);
     let foreign = rustix::process::pidfd_open(pid, rustix::process::PidfdFlags::empty()).unwrap();
     assert_eq!(Raw::attach_with(&served.socket, &good, &[foreign.as_fd()]).err().unwrap().field, "pidfd");
-    other.kill().unwrap();
-    other.wait().unwrap();
     // It says one, and sends none.
     assert_eq!(Raw::attach(&served.socket, &good).err().unwrap().field, "pidfd");
 }

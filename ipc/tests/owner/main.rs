@@ -4,6 +4,8 @@
 mod channels;
 mod deaths;
 mod golden;
+#[cfg(feature = "cli")]
+mod gpu;
 mod hello;
 mod hostile;
 mod memory;

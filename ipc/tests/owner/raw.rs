@@ -29,6 +29,34 @@ pub(crate) fn until(what: &str, mut condition: impl FnMut() -> bool) {
     }
 }
 
+/// A process that only waits; it is killed when dropped.
+pub(crate) struct Sleeper(pub(crate) std::process::Child);
+
+impl Sleeper {
+    pub(crate) fn start() -> Self {
+        let null = std::process::Stdio::null;
+        Self(std::process::Command::new("sleep").arg("600").stdout(null()).stderr(null()).spawn().unwrap())
+    }
+
+    pub(crate) fn kill(&mut self) {
+        self.0.kill().unwrap();
+        self.0.wait().unwrap();
+    }
+}
+
+impl Drop for Sleeper {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+/// The program: where cargo built it, or `MILLPOND_PROGRAM` (a machine without cargo).
+#[cfg(feature = "cli")]
+pub(crate) fn program() -> String {
+    std::env::var("MILLPOND_PROGRAM").unwrap_or_else(|_| env!("CARGO_BIN_EXE_millpond").to_owned())
+}
+
 /// An owner in a thread of this process.
 pub(crate) struct Served {
     pub(crate) socket: PathBuf,
@@ -109,14 +137,14 @@ impl Wire {
     }
 
     pub(crate) fn read(&mut self) -> Result<FromOwner, FrameError> {
-        let frame = self.reader.read_frame(self.socket.as_fd(), Some(PATIENCE))?;
+        let frame = self.reader.read_frame(self.socket.as_fd(), Some(PATIENCE), false)?;
         Ok(serde_json::from_slice(&frame).unwrap())
     }
 
     /// Whether the owner ends the connection, reading what it still says.
     pub(crate) fn is_cut(&mut self) -> bool {
         loop {
-            match self.reader.read_frame(self.socket.as_fd(), Some(PATIENCE)) {
+            match self.reader.read_frame(self.socket.as_fd(), Some(PATIENCE), false) {
                 Ok(_) => {}
                 Err(FrameError::Closed(_)) => return true,
                 Err(_) => return false,
@@ -234,7 +262,7 @@ impl Raw {
         self.control.live(self.slot(), 0).unwrap().write(&LiveRow { allocated, ..LiveRow::default() });
     }
 
-    /// The first device's ledger, from shared memory; checks that its sums are right.
+    /// The first device's ledger, from shared memory.
     pub(crate) fn ledger(&self) -> DeviceLedger {
         Ledger::read(&self.control, 0).devices.remove(0)
     }

@@ -236,6 +236,8 @@ impl Driver for CudaDriver {
             return Ok(StreamId(0));
         }
         let _current = self.context.enter(CALL)?;
+        // Without this it ends another stream's global-mode capture that this thread began.
+        let _mode = Relaxed::enter(&self.api);
         let mut id = 0;
         // SAFETY: the driver writes one u64; the trait's rule: streams are passed alive.
         unsafe { self.api.cuStreamGetId(raw(stream), &mut id) }?;

@@ -7,7 +7,7 @@ use std::collections::HashMap;
 use std::os::fd::BorrowedFd;
 
 use parking_lot::RwLock;
-use rustix::fs::{fstat, fstatfs, FileType};
+use rustix::fs::{fstat, FileType};
 
 use crate::driver::{CuResult, DriverError, Memory, Result};
 
@@ -56,11 +56,8 @@ impl Handles {
 /// Whether a descriptor could be exported memory. The driver's are character devices; what surely is something else (a folder,
 /// a pipe, a socket, a block device, a host driver's memfd) is not shown to the driver. Others are its to judge.
 pub(super) fn may_be_memory(fd: BorrowedFd<'_>) -> bool {
-    const TMPFS: u64 = 0x0102_1994;
-    let Ok(stat) = fstat(fd) else { return false };
-    match FileType::from_raw_mode(stat.st_mode) {
-        FileType::Directory | FileType::Fifo | FileType::Socket | FileType::Symlink | FileType::BlockDevice => false,
-        FileType::RegularFile => fstatfs(fd).is_ok_and(|system| system.f_type as u64 != TMPFS),
-        _ => true,
-    }
+    use FileType::{BlockDevice, Directory, Fifo, RegularFile, Socket, Symlink};
+    let kind = fstat(fd).map(|stat| FileType::from_raw_mode(stat.st_mode));
+    // What the driver exports is a character device; of a regular file it says CUDA_ERROR_UNKNOWN (580.159.04).
+    kind.is_ok_and(|kind| !matches!(kind, Directory | Fifo | Socket | Symlink | BlockDevice | RegularFile))
 }

@@ -192,7 +192,14 @@ impl Driver for HostDriver {
     }
 
     fn stream_id(&self, stream: Stream) -> Result<StreamId> {
-        Ok(self.queue(HostCall::StreamId, stream)?.id())
+        let call = HostCall::StreamId;
+        if matches!(stream.0, 0 | 1) && self.attached.load(Ordering::Acquire) {
+            return Ok(StreamId(0)); // no call of the driver's, so nothing to fail
+        }
+        let queue = self.queue(call, stream)?;
+        // Measured: cuStreamGetId of a capturing stream is refused, and the capture is lost.
+        self.captures.forbid(queue.id()).map_err(|result| call.refuse(result))?;
+        Ok(queue.id())
     }
 
     fn stream_synchronize(&self, stream: Stream) -> Result<()> {

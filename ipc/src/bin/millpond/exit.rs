@@ -19,6 +19,6 @@ pub(crate) fn of(error: &ObserveError) -> ExitCode {
             _ => 5,
         },
         ObserveError::Control(_) => 3,
-        ObserveError::Frame(_) => 1,
+        ObserveError::Frame(_) | ObserveError::Unexpected(_) => 1,
     })
 }

@@ -1,15 +1,23 @@
 //! The `millpond` program: an owner by hand, its ledger, a look at the machine, and the demonstration.
 #![deny(unsafe_code)]
 
+mod bench;
 mod demo;
 mod doctor;
 mod exit;
+mod explain;
 mod ledger;
 mod log;
+mod map;
+mod metrics;
+mod observe;
 mod ready;
+mod replay;
 mod serve;
 mod signals;
 mod stress;
+#[cfg(feature = "tui")]
+mod top;
 
 use std::process::ExitCode;
 
@@ -38,6 +46,13 @@ struct Cli {
 enum Command {
     Serve(serve::Serve),
     Ledger(ledger::Args),
+    #[cfg(feature = "tui")]
+    Top(top::Args),
+    Explain(explain::Args),
+    Map(map::Args),
+    Metrics(metrics::Args),
+    Bench(bench::Args),
+    Replay(replay::Args),
     Doctor(doctor::Args),
     Demo(demo::Args),
     Stress(stress::Args),
@@ -58,6 +73,13 @@ fn main() -> ExitCode {
     match cli.command {
         Command::Serve(args) => serve::run(args),
         Command::Ledger(args) => ledger::run(&args),
+        #[cfg(feature = "tui")]
+        Command::Top(args) => top::run(&args),
+        Command::Map(args) => map::run(&args),
+        Command::Explain(args) => explain::run(&args),
+        Command::Bench(args) => bench::run(&args),
+        Command::Replay(args) => replay::run(&args),
+        Command::Metrics(args) => metrics::run(&args),
         Command::Doctor(args) => doctor::run(&args),
         Command::Demo(args) => demo::run(&args),
         Command::Stress(args) => stress::run(&args),

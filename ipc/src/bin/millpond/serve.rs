@@ -1,13 +1,17 @@
 //! `millpond serve`: an owner in a process of its own.
 
+use std::net::{SocketAddr, TcpListener};
 use std::path::PathBuf;
 use std::process::ExitCode;
+use std::time::Duration;
 
 use clap::{Args, ValueEnum};
 use millpond_allocator::driver::DeviceId;
+use millpond_ipc::observer::Observer;
 use millpond_ipc::owner::{parse_bytes as bytes, Config, DriverChoice, Ended, Limit, Owner};
 use rustix::process::{getrlimit, setrlimit, Resource, Rlimit};
 
+use crate::metrics;
 use crate::ready::Ready;
 use crate::signals;
 
@@ -63,6 +67,9 @@ pub(crate) struct Serve {
     /// The same line on stdout.
     #[arg(long)]
     json: bool,
+    /// Serve the ledger as OpenMetrics text over HTTP at this address: http://ADDRESS:PORT/metrics.
+    #[arg(long, value_name = "ADDRESS:PORT")]
+    metrics: Option<SocketAddr>,
     /// How often beats are looked at, in milliseconds.
     #[arg(long, default_value_t = 500)]
     heartbeat_ms: u64,
@@ -108,6 +115,18 @@ fn raise_descriptor_limit() {
     let _ = setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, maximum: limit.maximum });
 }
 
+/// A thread that looks at this owner as anybody would, and tells scrapers. It ends with the process.
+fn serve_metrics(listener: TcpListener, socket: PathBuf, key: String) {
+    let thread = std::thread::Builder::new().name("millpond-metrics".to_owned());
+    let started = thread.spawn(move || match Observer::connect(&socket, &key, Duration::from_secs(10)) {
+        Ok(observer) => metrics::serve(&listener, &observer),
+        Err(error) => tracing::error!(%error, "no metrics"),
+    });
+    if let Err(error) = started {
+        tracing::error!(%error, "no metrics");
+    }
+}
+
 pub(crate) fn run(args: Serve) -> ExitCode {
     let ready = match Ready::new(args.ready_fd, args.json) {
         Ok(ready) => ready,
@@ -129,6 +148,13 @@ pub(crate) fn run(args: Serve) -> ExitCode {
             return ExitCode::FAILURE;
         }
     };
+    let listener = match args.metrics.map(metrics::listen).transpose() {
+        Ok(listener) => listener,
+        Err(message) => {
+            ready.failed("Internal", &message);
+            return ExitCode::FAILURE;
+        }
+    };
     let mut owner = match Owner::bind(args.config()) {
         Ok(owner) => owner,
         Err(error) => {
@@ -137,6 +163,9 @@ pub(crate) fn run(args: Serve) -> ExitCode {
         }
     };
     owner.stop_when_readable(stop);
+    if let Some(listener) = listener {
+        serve_metrics(listener, owner.socket().to_owned(), owner.key().to_owned());
+    }
     if let Err(error) = ready.here(&owner.socket().to_string_lossy(), owner.key()) {
         eprintln!("millpond: nobody to say where I am: {error}");
         return ExitCode::FAILURE;

@@ -63,7 +63,7 @@ fn other_streams_and_events_do_not_disturb_a_capture() {
     assert!(driver.event_query(event).unwrap() && driver.stream_query(other).unwrap());
     driver.stream_synchronize(other).unwrap();
     driver.stream_synchronize(Stream::LEGACY).unwrap();
-    driver.stream_id(stream).unwrap();
+    driver.stream_id(other).unwrap();
     driver.create(2 * MIB).unwrap();
     assert!(driver.end_capture(stream).unwrap().is_empty());
 }

@@ -1,0 +1,80 @@
+//! Who lends what to whom: the holds of the control memory, added up. Each byte counts at its producer.
+
+use std::collections::{BTreeMap, HashSet};
+use std::sync::atomic::Ordering;
+
+use serde::Serialize;
+
+use crate::control::{Control, HoldState, HoldWord, HOLDS_PER_CLIENT, MAX_CLIENTS};
+
+/// What one client lends to one other, in one window.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct Lend {
+    /// The slot of the client whose memory it is.
+    pub from: u32,
+    /// The slot of the client that holds it. `None`: it waits for a receiver that is not known yet.
+    pub to: Option<u32>,
+    /// The window that it is in.
+    pub window: u32,
+    /// Bytes: each range once, however often it was sent.
+    pub bytes: u64,
+    /// Holds.
+    pub holds: u64,
+}
+
+/// Reads the holds that are in flight or held. Claims of the clients, as all in the control memory; the time it takes grows
+/// with the most holds that were ever in use at once.
+#[must_use]
+pub fn read(control: &Control) -> Vec<Lend> {
+    let mut lends = BTreeMap::new();
+    for from in 0..MAX_CLIENTS as u32 {
+        let mut seen = HashSet::new();
+        for hold in used(control, from).filter_map(|place| control.hold(from, place)) {
+            let word = hold.word();
+            if !matches!(word.state(), HoldState::InFlight | HoldState::Held) {
+                continue;
+            }
+            let [window, offset, bytes] = [&hold.window, &hold.offset, &hold.bytes].map(|field| field.load(Ordering::Acquire));
+            if hold.word() != word {
+                // It ended while we looked: the fields may be another's.
+                continue;
+            }
+            let to = (word.receiver() != HoldWord::ANYBODY).then_some(u32::from(word.receiver()));
+            let window = window as u32;
+            let lend = lends.entry((from, to, window)).or_insert(Lend { from, to, window, bytes: 0, holds: 0 });
+            lend.holds += 1;
+            if seen.insert((to, window, offset)) {
+                lend.bytes = lend.bytes.saturating_add(bytes);
+            }
+        }
+    }
+    lends.into_values().collect()
+}
+
+/// Places of a producer's table that were ever used: its own in the lower half, those of forwarders in the upper one.
+fn used(control: &Control, producer: u32) -> impl Iterator<Item = u32> {
+    const HALF: u64 = HOLDS_PER_CLIENT as u64 / 2;
+    let marks = control.high_hold(producer).map_or(0, |marks| marks.load(Ordering::Acquire));
+    let (own, forwarded) = ((marks & 0xffff_ffff).min(HALF), (marks >> 32).min(HALF));
+    (0..own).chain(HALF..HALF + forwarded).map(|place| place as u32)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::control::Claim;
+
+    #[test]
+    fn each_range_counts_once_for_each_receiver() {
+        let control = Control::create([1, 2], 3).unwrap();
+        let claim = |offset| Claim { lease: 1, window: 7, offset, bytes: 100 };
+        for (place, to, offset) in [(0, 4, 0), (1, 4, 0), (2, 5, 0), (3, 4, 512), (4, HoldWord::ANYBODY, 0)] {
+            assert!(control.hold(2, place).unwrap().make(2, to, claim(offset)).is_some());
+        }
+        control.high_hold(2).unwrap().store(5, Ordering::Relaxed);
+        let hold = control.hold(2, 2).unwrap();
+        assert!(hold.finish(hold.word().generation(), 5, None));
+        let lend = |to, bytes, holds| Lend { from: 2, to, window: 7, bytes, holds };
+        assert_eq!(read(&control), [lend(None, 100, 1), lend(Some(4), 200, 3)]);
+    }
+}

@@ -1,0 +1,425 @@
+"""The canary: a connection is proved before it is used, by values that go the way of all values.
+
+At every `arena.accept()` and its `connection()`: both sides send 8x8 float32, a view of it, bfloat16, a value of over 2 MiB,
+one of no elements, one at an offset in its block, bytes from outside of the arena and inline ones, and compare what came,
+byte by byte. Where that fails the worker is refused by name. There is no switch.
+
+The GPU tier is proved at a connection's first GPU value, in each direction by itself (`Prover`): a process that never sends one
+pays nothing and needs neither torch nor a context. Where that fails, GPU values of this connection go through host memory.
+A peer that is busy does not hold the value up: it goes right behind its canary. The canary has a stream of its own, so nobody's
+kernels stand before it.
+"""
+
+import contextlib
+import ctypes
+import itertools
+import threading
+import time
+
+from . import _dtypes, _memory, _native, _ref, errors
+from .tiers import log
+
+#: Over two mebibytes, and no multiple of anything.
+LARGE = (2 << 20) + 4097
+#: How long what was sent behind an unanswered GPU canary is kept, to be sent again by host memory if that was wrong.
+GPU_PATIENCE = 2.0
+_PERIOD = 251
+#: The worker's own large probe is written and compared every so many bytes, and at its end: its pages are new, and the kernel
+#: takes longer to clear them all than the rest of the canary takes.
+_STRIDE = 1 << 16
+_FOREIGN = 4096
+
+_memcmp = ctypes.CDLL(None).memcmp
+_memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+_patterns = {}
+
+# name: (dtype, shape, strides, first byte, bytes of the block, the block)
+_SPECS = {
+    "8x8 float32": ("float32", (8, 8), None, 0, 256, 0),
+    "a view": ("float32", (3, 4), (1, 16), 8, 256, 0),
+    "bfloat16": ("bfloat16", (5, 7), None, 0, 70, 1),
+    "an offset": ("int16", (100,), None, 1000, 4096, 2),
+    "over 2 MiB": ("uint8", (LARGE,), None, 0, LARGE, 3),
+}
+
+
+def pattern(seed):
+    """The bytes of which a probe's block is made, again and again."""
+    found = _patterns.get(seed)
+    if found is None:
+        found = _patterns[seed] = bytes([(i * 7 + seed * 31 + 1) % 256 for i in range(_PERIOD)])
+    return found
+
+
+def _fill(address, nbytes, seed):
+    ctypes.memmove(address, pattern(seed), min(nbytes, _PERIOD))
+    done = _PERIOD
+    while done < nbytes:
+        ctypes.memmove(address + done, address, min(done, nbytes - done))
+        done *= 2
+
+
+def _write(side, address, nbytes, seed):
+    for at, part in _parts(side, nbytes):
+        _fill(address + at, part, seed)
+
+
+def _parts(side, nbytes):
+    """What of a block is written: (first byte, bytes), the pattern anew in each."""
+    if side == "parent" or nbytes < LARGE:
+        return [(0, nbytes)]
+    return [(at, min(_PERIOD, nbytes - at)) for at in (*range(0, nbytes - _PERIOD, _STRIDE), nbytes - _PERIOD)]
+
+
+def _first_wrong(address, nbytes, seed, at=0):
+    """The first byte that is not the pattern's, of bytes that stand `at` in their block; None if all are."""
+    head = pattern(seed)[at % _PERIOD :] + pattern(seed)[: at % _PERIOD]
+    here = min(nbytes, _PERIOD)
+    if ctypes.string_at(address, here) == head[:here] and (
+        nbytes <= _PERIOD or _memcmp(address, address + _PERIOD, nbytes - _PERIOD) == 0
+    ):
+        return None
+    data = ctypes.string_at(address, nbytes)
+    return next(i for i in range(nbytes) if data[i] != head[i % _PERIOD])
+
+
+def _seed(side, block):
+    return (1 if side == "parent" else 101) + block
+
+
+def probes(side):
+    """What this side sends: values in its own arena memory, filled; and which there was no memory for."""
+    blocks, values, skipped = {}, {}, []
+    for name, (dtype, shape, strides, first, nbytes, block) in _SPECS.items():
+        if block not in blocks:
+            try:
+                blocks[block] = memory = _memory.block(nbytes, -1)
+            except errors.OutOfMemory:
+                skipped.append(name)
+                continue
+            _write(side, memory.address, nbytes, _seed(side, block))
+        values[name] = _ref.Ref(blocks[block], first, _dtypes.lookup(dtype), shape, strides, "r")
+    nothing = _memory.Memory(0, _native.KIND_BLOCK, 0, 0, -1)
+    values["no elements"] = _ref.Ref(nothing, 0, _dtypes.lookup("float32"), (0, 3), None, "r")
+    values["from outside"] = (pattern(_seed(side, 4)) * (_FOREIGN // _PERIOD + 1))[:_FOREIGN]
+    values["inline"] = [pattern(_seed(side, 5)), 2**70, -1.5, "\u00e9\u2603"]
+    return {"values": values, "skipped": skipped}
+
+
+def check(side, found):
+    """What is wrong with the probes that came from `side`: {name: why}."""
+    wrong = {}
+    values, skipped = found["values"], found["skipped"]
+    for name in (*_SPECS, "no elements", "from outside", "inline"):
+        if name in skipped:
+            continue
+        try:
+            why = _check_one(side, name, values[name])
+        except errors.Error as e:
+            why = f"{e.code}: {e}"
+        except (KeyError, AttributeError, TypeError, IndexError) as e:
+            why = f"it did not come as it was sent ({type(e).__name__}: {e})"
+        if why:
+            wrong[name] = why
+    return wrong
+
+
+def _check_one(side, name, value):
+    if name == "from outside":
+        return None if bytes(value) == (pattern(_seed(side, 4)) * (_FOREIGN // _PERIOD + 1))[:_FOREIGN] else "its bytes differ"
+    if name == "inline":
+        return None if value == [pattern(_seed(side, 5)), 2**70, -1.5, "\u00e9\u2603"] else "it differs"
+    if name == "no elements":
+        return None if value.shape == (0, 3) and value.dtype == "float32" else f"it is {value!r}"
+    dtype, shape, strides, first, _, block = _SPECS[name]
+    if value.shape != shape or value.dtype != dtype or value.strides != (strides or _memory.contiguous_strides(shape)):
+        return f"it is {value!r} with strides {value.strides}"
+    address, size = value._address(), value._row.itemsize
+    if strides is None:
+        for start, part in _parts(side, value.nbytes):
+            at = _first_wrong(address + start, part, _seed(side, block), first)
+            if at is not None:
+                return f"byte {start + at} of {value.nbytes} is not what was sent"
+        return None
+    for index in itertools.product(*map(range, shape)):
+        at = sum(i * s for i, s in zip(index, strides)) * size
+        if _first_wrong(address + at, size, _seed(side, block), first + at) is not None:
+            return f"element {index} is not what was sent"
+    return None
+
+
+def greet(channel, side, timeout=None):
+    """Proves a new connection; both sides call it. The parent raises `Refused` with the worker's name, the worker `Refused`
+    with the reason."""
+    end = time.monotonic() + (30.0 if timeout is None else max(timeout, 10.0))
+    try:
+        _greet_worker(channel, end) if side == "parent" else _greet_parent(channel, end)
+    except errors.Refused:
+        channel.close()
+        raise
+    except errors.Error as e:
+        channel.close()
+        if side == "parent":
+            raise errors.Refused(f"{_who(channel)} was refused: its canary did not come to an end: {e.code}: {e}") from e
+        raise
+
+
+def _greet_worker(channel, end):
+    channel._transmit(["k", "probes"], probes("parent"))
+    answer = _take(channel, "answer", end).decode()
+    wrong = [f"{name}, parent to worker: {why}" for name, why in answer["wrong"].items()]
+    wrong += [f"{name}, worker to parent: {why}" for name, why in check("worker", answer).items()]
+    if not wrong:
+        channel._transmit(["k", "verdict"], None)
+        return
+    reason = "; ".join(wrong)
+    channel._quietly(["k", "verdict"], reason)
+    log.error("%s was refused: its canary failed: %s", _who(channel), reason)
+    raise errors.Refused(f"{_who(channel)} was refused: its canary failed: {reason}")
+
+
+def _greet_parent(channel, end):
+    message = _take(channel, "probes", end)
+    try:
+        wrong = check("parent", message.decode())
+    except errors.Error as e:
+        wrong = {"everything": f"{e.code}: {e}"}
+    channel._transmit(["k", "answer"], dict(probes("worker"), wrong=wrong))
+    reason = _take(channel, "verdict", end).decode()
+    if reason is not None:
+        raise errors.Refused(f"the parent refused this worker, whose canary failed: {reason}")
+
+
+def _take(channel, step, end):
+    """The next message of the canary, which is to be this step."""
+    message = channel._wait(channel._next_canary, max(0.0, end - time.monotonic()))
+    if message.header[1] != step:
+        raise errors.Protocol(f"expected the canary's {step!r}, received {message.header[1:]!r}")
+    return message
+
+
+def _who(channel):
+    return f"worker {channel.peer.name!r} (pid {channel.peer.pid})"
+
+
+def make_ticket():
+    """The parent's probes for processes that have no channel to it: a ticket for many."""
+    from . import _tickets
+
+    return _tickets.ticket(probes("parent"), many=True)
+
+
+def check_ticket(text):
+    """The other end of `make_ticket`: `Refused` if what comes is not what was sent."""
+    from . import _tickets
+
+    wrong = check("parent", _tickets.redeem(text))
+    if wrong:
+        reason = "; ".join(f"{name}: {why}" for name, why in wrong.items())
+        raise errors.Refused(f"this process cannot use the arena: its canary failed: {reason}")
+
+
+class Prover:
+    """Proves the GPU tier of one connection, without waiting: the probes go ahead of the first GPU value, so the other side
+    has looked at them before it hands that value out. Where they are wrong it drops what comes until it is told that the
+    tier is off, and this side, which has kept what it sent since, sends that again by host memory, in order.
+
+    Messages: ["k", "gpu"] probes; ["k", "gpu-ok"], ["k", "gpu-blind"] (no torch there: it only passes values on),
+    ["k", "gpu-bad"] why; ["k", "gpu-off"]."""
+
+    def __init__(self, channel):
+        self._channel = channel
+        #: What this side may send: None (no GPU value yet), "asked", True, "blind", False.
+        self.out = None
+        #: Why not.
+        self.reason = None
+        #: Whether what comes is dropped until the other side knows that the tier is off.
+        self.dropping = False
+        self._kept = []
+
+    def admit(self, encoded, message):
+        """Called with the sending lock held, before `encoded` is sent; false: it must be encoded again, without the GPU arena.
+        `message`: what is needed to send it again."""
+        if encoded.gpu:
+            if self.out is None:
+                self._ask()
+            if self.out is False:
+                return False
+        if self.out == "asked":
+            self._kept.append(message)
+        return True
+
+    def _ask(self):
+        backend = gpu_backend()
+        if not isinstance(backend, _Backend):
+            self.out = "blind"
+            return
+        try:
+            with backend.aside():
+                self._channel._transmit(["k", "gpu"], backend.probes())
+        except _ENDED:
+            raise
+        except Exception as e:  # whatever torch or the driver says
+            self._off(f"its canary could not be sent: {type(e).__name__}: {e}")
+            return
+        self.out = "asked"
+        threading.Thread(target=self._await_answer, name="millpond-canary", daemon=True).start()
+
+    def _await_answer(self):
+        """What is kept to be sent again is not kept for ever: not for a peer that has died, nor for one that never reads."""
+        end = time.monotonic() + GPU_PATIENCE
+        while self.out == "asked" and self._channel._ended is None and time.monotonic() < end:
+            time.sleep(0.02)
+            try:
+                self._channel._poll()
+            except errors.Error:
+                break
+        with self._channel._sending:
+            self._kept.clear()
+
+    def receive(self, message):
+        """A message of the GPU tier's canary, on the reading thread, with no lock held."""
+        step = message.header[1]
+        if step == "gpu":
+            self._look_at(message)
+        elif step == "gpu-off":
+            self.dropping = False
+        elif step in ("gpu-ok", "gpu-blind"):
+            with self._channel._sending:
+                if self.out == "asked":
+                    self.out = True if step == "gpu-ok" else "blind"
+                    self._kept.clear()
+        elif step == "gpu-bad":
+            self._send_again(message.decode())
+
+    def _look_at(self, message):
+        backend = gpu_backend()
+        if backend is None:
+            self._channel._quietly(["k", "gpu-blind"])
+            return
+        try:
+            if not isinstance(backend, _Backend):
+                raise errors.Unsupported(backend)
+            with backend.aside():
+                wrong = backend.check(message.decode())
+            why = "; ".join(f"{name}: {what}" for name, what in wrong.items())
+        except Exception as e:  # what cannot even be looked at is wrong
+            why = f"{type(e).__name__}: {e}"
+        if not why:
+            self._channel._quietly(["k", "gpu-ok"])
+            return
+        self.dropping = True
+        if self.out is None:
+            self._off(f"from {self._channel.peer.name}: {why}")
+        self._channel._quietly(["k", "gpu-bad"], why)
+
+    def _send_again(self, why):
+        channel = self._channel
+        with channel._sending:
+            self._off(f"to {channel.peer.name}: {why}")
+            again, self._kept = self._kept, []
+            channel._quietly(["k", "gpu-off"])
+            for header, value, readonly, root in again:
+                try:
+                    channel._transmit(header, value, None, readonly, root)
+                except _ENDED:
+                    return
+                except errors.Error as e:
+                    log.error("a value to %s is lost, it could not be sent again by host memory: %s", channel.peer.name, e)
+
+    def _off(self, why):
+        self.out = False
+        self.reason = f"the GPU tier failed its canary and is off for this connection: {why}"
+        log.warning("GPU tier of the connection to %s is off, its values go through host memory: %s", self._channel.peer.name, why)
+
+
+_ENDED = (errors.Closed, errors.PeerDied, errors.OwnerDied, errors.NotAttached, errors.Forked)
+
+
+def gpu_backend():
+    """How GPU probes are made and looked at here: by torch. None where torch is not loaded; a text, why not, where it is but
+    has no GPU."""
+    import sys
+
+    torch = sys.modules.get("torch")
+    cuda = getattr(torch, "cuda", None)
+    installed = getattr(sys.modules.get("millpond.torch"), "installed", lambda: None)
+    if cuda is None or not (getattr(cuda, "is_initialized", lambda: False)() or installed()):
+        return None  # a process that only passes values on is to get no context by this
+    if not getattr(cuda, "is_available", lambda: False)():
+        return "torch has no GPU in this process"
+    return _Torch(torch)
+
+
+class _Backend:
+    """Makes probes and checks them, on a stream of the canary's own: nobody's kernels stand before it."""
+
+    @staticmethod
+    def aside():
+        return contextlib.nullcontext()
+
+
+class _Torch(_Backend):
+    """GPU probes by torch, on the current device."""
+
+    _SEED = 200
+
+    _streams = {}
+
+    def __init__(self, torch):
+        self.torch = torch
+
+    def aside(self):
+        device = self.torch.cuda.current_device()
+        stream = self._streams.get(device)
+        if stream is None:
+            stream = self._streams[device] = self.torch.cuda.Stream(device)
+        return self.torch.cuda.stream(stream)
+
+    def _blocks(self, make):
+        torch = self.torch
+        sizes = {"small": 256, "bf16": 70, "offset": 4096, "large": LARGE}
+        out = {}
+        for number, (name, nbytes) in enumerate(sizes.items()):
+            data = (pattern(self._SEED + number) * (nbytes // _PERIOD + 1))[:nbytes]
+            out[name] = make(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+        return out
+
+    def _views(self, blocks):
+        torch = self.torch
+        square = blocks["small"].view(torch.float32).view(8, 8)
+        return {
+            "8x8 float32": square,
+            "a view": square[::2, 1:4].t(),
+            "bfloat16": blocks["bf16"].view(torch.bfloat16).view(5, 7),
+            "an offset": blocks["offset"][1000:1200].view(torch.int16),
+            "over 2 MiB": blocks["large"],
+            "no elements": square[:0],
+        }
+
+    def probes(self):
+        device = self.torch.cuda.current_device()
+
+        def make(data):
+            block = _ref.empty((data.numel(),), "uint8", device, "t")
+            block.copy_(data)
+            return block
+
+        return self._views(self._blocks(make))
+
+    def check(self, values):
+        torch = self.torch
+        wrong = {}
+        for name, expected in self._views(self._blocks(lambda data: data)).items():
+            got = values.get(name)
+            if not isinstance(got, torch.Tensor) or not got.is_cuda:
+                wrong[name] = f"it is a {type(got).__name__}" if not isinstance(got, torch.Tensor) else f"it is on {got.device}"
+            elif got.shape != expected.shape or got.dtype != expected.dtype:
+                wrong[name] = f"it is {got.dtype} {tuple(got.shape)}"
+            elif not torch.equal(_bits(torch, got.cpu()), _bits(torch, expected)):
+                wrong[name] = "its bytes differ"
+        return wrong
+
+
+def _bits(torch, tensor):
+    return tensor.contiguous().reshape(-1).view(torch.uint8)

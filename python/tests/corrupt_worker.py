@@ -1,0 +1,52 @@
+"""A worker whose memory does not carry bytes as they are, in the way that its argument names."""
+
+import ctypes
+import sys
+
+import millpond
+from millpond import _native, _ref
+
+how = sys.argv[1]
+real_open = _native.import_open
+real_send = _native.send
+
+
+def open_and_spoil(handle, stream, flags):
+    found = real_open(handle, stream, flags)
+    if found[1] >= 2 << 20:
+        ctypes.memset(found[0] + (1 << 20) + 12345, 0, 1)
+    return found
+
+
+def spoil_and_send(channel, tree, tensors, timeout_ms):
+    for address, nbytes, *_ in tensors:
+        if nbytes == 70:
+            ctypes.memset(address + 3, 0xEE, 1)
+    return real_send(channel, tree, tensors, timeout_ms)
+
+
+def lose_offset(*args):
+    value = real_ref(*args)
+    if value._offset:
+        value._offset = 0
+    return value
+
+
+if how == "received":
+    _native.import_open = open_and_spoil
+elif how == "sent":
+    _native.send = spoil_and_send
+elif how == "offset":
+    real_ref = _ref.Ref
+    from millpond import _decode
+
+    _decode._ref = type("spoiled", (), {"Ref": staticmethod(lose_offset), "available": staticmethod(_ref.available)})
+
+millpond.attach()
+if how == "dies":
+    _native.send = lambda *a: sys.exit(3)
+try:
+    millpond.connection(timeout=30)
+except millpond.Refused as e:
+    print(e)
+    sys.exit(7)

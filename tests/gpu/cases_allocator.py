@@ -1,0 +1,499 @@
+"""Full replacement in one process: numbers, out of memory, statistics, streams, threads, exit, fork."""
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+import threading
+
+from harness import Parent, Skip, check, equal, raises, test, until
+
+MIB, GIB = 1 << 20, 1 << 30
+#: Some tenths of a second of a spinning kernel at about 2 GHz.
+LONG = 600_000_000
+
+
+def empty(torch, nbytes):
+    return torch.empty(nbytes, dtype=torch.uint8, device="cuda")
+
+
+@test()
+def right_numbers():
+    """Arithmetic under our allocator gives what the CPU gives; every pointer lies in a segment of ours."""
+    p = Parent()
+    torch = p.torch
+    a, b = torch.randn(1000, 700), torch.randn(700, 300)
+    found = (a.cuda().double() @ b.cuda().double()).cpu()
+    check(torch.allclose(found, a.double() @ b.double()), "a matrix product differs")
+    kept = [empty(torch, n) for n in (1, 511, 512, 513, MIB, 3 * MIB + 1, 100 * MIB)]
+    segments = [(s["address"], s["address"] + s["total_size"]) for s in torch.cuda.memory_snapshot()]
+    for t in kept:
+        check(any(a <= t.data_ptr() and t.data_ptr() + t.numel() <= b for a, b in segments), f"{t.numel()} bytes at {t.data_ptr():#x} outside {segments}")
+        equal(t.data_ptr() % 512, 0, "alignment")
+    for i, t in enumerate(kept):
+        t.fill_(i + 1)
+    for i, t in enumerate(kept):
+        check(bool((t == i + 1).all()), f"block {i} of {t.numel()} bytes was overwritten by another")
+    check(p.mine("allocated") >= 100 * MIB, "the ledger shows", p.mine("allocated"))
+    equal(torch.cuda.get_allocator_backend(), "pluggable")
+
+
+@test()
+def out_of_memory():
+    """torch.OutOfMemoryError with our text, three times, and all works on; inside an operator too."""
+    p = Parent(limit="1GiB")
+    torch = p.torch
+    messages = []
+    for _ in range(3):
+        e = raises(torch.OutOfMemoryError, empty, torch, 2 * GIB)
+        messages.append(str(e))
+        x = torch.ones(MIB, device="cuda")
+        check(x.data_ptr() != 0 and float(x.sum()) == MIB)
+    y = torch.ones(600 * MIB // 4, device="cuda")
+    e = raises(torch.OutOfMemoryError, lambda: y * 2)
+    check(float(y[:10].sum()) == 10)
+    del y
+    z = torch.ones(700 * MIB // 4, device="cuda")
+    check(float(z[-1]) == 1)
+    text = messages[0]
+    check("2.00 GiB" in text or "2147483648" in text, "the message does not say what was asked:", text)
+    check("imit" in text, "the message does not say the limit:", text)
+    return {"message": text[:700], "in_operator": str(e)[:300]}
+
+
+@test()
+def data_ptr_never_zero():
+    """No tensor with bytes at address 0, under pressure; zero-size tensors work."""
+    p = Parent(limit="256MiB")
+    torch = p.torch
+    kept, failures = [], 0
+    for n in range(400):
+        try:
+            t = empty(torch, MIB + n)
+        except torch.OutOfMemoryError:
+            failures += 1
+            kept = kept[len(kept) // 2 :]
+            continue
+        check(t.data_ptr() != 0, "address 0")
+        kept.append(t)
+    check(failures > 0, "256 MiB held 400 blocks of 1 MiB")
+    for shape in ((0,), (0, 3), (5, 0, 2)):
+        z = torch.empty(shape, device="cuda")
+        equal(tuple(z.shape), shape)
+        equal(float(z.sum()), 0.0)
+        del z
+    return {"failures": failures}
+
+
+@test()
+def statistics_equal_a_mirror():
+    """memory_stats after random allocations and frees equals what was counted by hand."""
+    import random
+
+    p = Parent()
+    torch = p.torch
+    torch.cuda.init()
+    torch.zeros(1, device="cuda")
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    torch.cuda.reset_accumulated_memory_stats()
+    base = torch.cuda.memory_stats()
+    b = lambda key: base[key]
+    rng, live, bytes_, peak, count, allocated = random.Random(5), [], 0, 0, 0, 0
+    r = lambda n: (n + 511) // 512 * 512
+    for _ in range(3000):
+        if live and rng.random() < 0.5:
+            t = live.pop(rng.randrange(len(live)))
+            bytes_ -= r(t.numel())
+            del t
+        else:
+            n = rng.choice((1, 700, 4096, 70_000, MIB, 5 * MIB + 3))
+            live.append(empty(torch, n))
+            bytes_, count, allocated = bytes_ + r(n), count + 1, allocated + r(n)
+            peak = max(peak, bytes_)
+    s = torch.cuda.memory_stats()
+    requested = sum(t.numel() for t in live)
+    equal(s["allocated_bytes.all.current"] - b("allocated_bytes.all.current"), bytes_, "allocated_bytes.all.current")
+    equal(s["allocation.all.current"] - b("allocation.all.current"), len(live), "allocation.all.current")
+    equal(s["requested_bytes.all.current"] - b("requested_bytes.all.current"), requested, "requested_bytes.all.current")
+    equal(s["allocated_bytes.all.peak"] - b("allocated_bytes.all.current"), peak, "allocated_bytes.all.peak")
+    equal(s["allocation.all.allocated"], count, "allocation.all.allocated since the reset")
+    equal(s["allocated_bytes.all.allocated"], allocated, "allocated_bytes.all.allocated since the reset")
+    for metric in ("allocation", "allocated_bytes"):
+        equal(s[f"{metric}.all.current"], s[f"{metric}.small_pool.current"] + s[f"{metric}.large_pool.current"], f"{metric}: small + large")
+    equal(torch.cuda.memory_allocated(), s["allocated_bytes.all.current"], "memory_allocated")
+    equal(torch.cuda.memory_reserved(), s["reserved_bytes.all.current"], "memory_reserved")
+    equal(torch.cuda.max_memory_allocated(), s["allocated_bytes.all.peak"], "max_memory_allocated")
+    check(torch.cuda.max_memory_reserved() >= torch.cuda.memory_reserved())
+    equal(p.mine("allocated"), s["allocated_bytes.all.current"], "the ledger's allocated")
+    equal(p.mine("reserved"), s["reserved_bytes.all.current"], "the ledger's reserved")
+    live.clear()
+    equal(torch.cuda.memory_allocated(), b("allocated_bytes.all.current"), "after all are freed")
+
+
+@test()
+def statistics_of_all_kinds():
+    """ComfyUI's keys and formula, summary, snapshot, its pickle, memory_viz, the accelerator's names, both bindings."""
+    p = Parent()
+    torch = p.torch
+    x = empty(torch, 64 * MIB)
+    s = torch.cuda.memory_stats(torch.device("cuda:0"))
+    reserved, active = s["reserved_bytes.all.current"], s["active_bytes.all.current"]
+    check(reserved >= 64 * MIB and active >= 64 * MIB, reserved, active)
+    free_comfy = torch.cuda.mem_get_info()[0] + (reserved - active)
+    check(0 < free_comfy <= torch.cuda.mem_get_info()[1])
+    check("Allocated memory" in torch.cuda.memory_summary(), torch.cuda.memory_summary()[:200])
+    check(len(torch.cuda.memory_summary(abbreviated=True)) > 100)
+    snapshot = torch.cuda.memory_snapshot()
+    check(any(b["state"] == "active_allocated" and b["size"] >= 64 * MIB for seg in snapshot for b in seg["blocks"]), "no such block in the snapshot")
+    with tempfile.TemporaryDirectory() as folder:
+        path = os.path.join(folder, "s.pickle")
+        torch.cuda.memory._dump_snapshot(path)
+        with open(path, "rb") as file:
+            whole = pickle.load(file)
+    import torch.cuda._memory_viz as viz
+
+    check(len(viz.segsum(whole)) > 50, "memory_viz says nothing:", viz.segsum(whole))
+    for name in ("memory_stats", "memory_allocated", "memory_reserved", "max_memory_allocated"):
+        equal(getattr(torch.cuda, name)(), getattr(torch.cuda.memory, name)(), f"both bindings of {name}")
+    accelerator = getattr(torch, "accelerator", None)
+    if hasattr(accelerator, "memory_allocated"):
+        equal(accelerator.memory_allocated(), torch.cuda.memory_allocated(), "torch.accelerator.memory_allocated")
+        equal(accelerator.max_memory_reserved(), torch.cuda.max_memory_reserved(), "torch.accelerator.max_memory_reserved")
+        accelerator.empty_cache()
+    del x
+    return {"free_by_comfy_GiB": round(free_comfy / GIB, 1)}
+
+
+@test()
+def record_memory_history_is_refused_by_name():
+    """torch's own history is not there under full replacement (it is in pool mode): it says so, and nothing is disturbed."""
+    p = Parent()
+    torch = p.torch
+    torch.zeros(1, device="cuda")
+    e = raises(RuntimeError, torch.cuda.memory._record_memory_history)
+    check("recordHistory" in str(e), str(e))
+    p.close()
+
+
+@test()
+def memory_fraction():
+    """set_per_process_memory_fraction limits, is told back, and can be lifted."""
+    p = Parent()
+    torch = p.torch
+    torch.cuda.set_per_process_memory_fraction(0.01)
+    if hasattr(torch.cuda, "get_per_process_memory_fraction"):
+        check(abs(torch.cuda.get_per_process_memory_fraction() - 0.01) < 1e-6, torch.cuda.get_per_process_memory_fraction())
+    raises(torch.OutOfMemoryError, empty, torch, 2 * GIB)
+    torch.cuda.set_per_process_memory_fraction(1.0)
+    check(empty(torch, 2 * GIB).data_ptr())
+
+
+@test()
+def empty_cache_gives_back():
+    """After a synchronisation empty_cache returns whole chunks: torch, the ledger and the card agree."""
+    p = Parent()
+    torch = p.torch
+    x = [empty(torch, GIB) for _ in range(4)]
+    torch.cuda.synchronize()
+    check(p.mine("reserved") >= 4 * GIB)
+    free = torch.cuda.mem_get_info()[0]
+    x.clear()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    seconds = until(lambda: p.mine("reserved") == 0, 3, lambda: f"reserved is {p.mine('reserved')} of {p.arena.ledger()}")
+    equal(torch.cuda.memory_reserved(), 0, "memory_reserved")
+    back = torch.cuda.mem_get_info()[0] - free
+    return {"ms_until_all_back": round(seconds * 1e3, 2), "card_free_grew_GiB": round(back / GIB, 2)}
+
+
+@test()
+def order_between_streams():
+    """Freed on the host while a long kernel of its stream still reads it, allocated and filled on others: values intact."""
+    p = Parent(limit="4GiB")
+    torch = p.torch
+    s1, s2 = torch.cuda.Stream(), torch.cuda.Stream()
+    n = 64 * MIB
+    reused = 0
+    for turn in range(4):
+        with torch.cuda.stream(s1):
+            x = torch.full((n,), turn + 1, dtype=torch.uint8, device="cuda")
+            where = x.data_ptr()
+            torch.cuda._sleep(LONG // 2)
+            out = x.clone()
+            del x
+        with torch.cuda.stream(s2):
+            others = [torch.full((n,), 200, dtype=torch.uint8, device="cuda") for _ in range(6)]
+        with torch.cuda.stream(s1):
+            same = torch.empty(n, dtype=torch.uint8, device="cuda")
+            reused += same.data_ptr() == where
+            same.fill_(99)
+        torch.cuda.synchronize()
+        check(bool((out == turn + 1).all()), f"turn {turn}: the clone has other bytes")
+        del others, same, out
+    return {"same_stream_reused_at_once": f"{reused} of 4"}
+
+
+@test()
+def record_stream():
+    """A block that another stream was recorded for waits for it; foreign and null pointers are taken quietly."""
+    p = Parent(limit="4GiB")
+    torch = p.torch
+    side = torch.cuda.Stream()
+    n = 64 * MIB
+    for turn in range(3):
+        x = torch.full((n,), turn + 1, dtype=torch.uint8, device="cuda")
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            torch.cuda._sleep(LONG // 2)
+            out = x.clone()
+        x.record_stream(side)
+        del x
+        others = [torch.full((n,), 200, dtype=torch.uint8, device="cuda") for _ in range(6)]
+        torch.cuda.synchronize()
+        check(bool((out == turn + 1).all()), f"turn {turn}: other bytes")
+        del others, out
+    torch.empty(0, device="cuda").record_stream(side)
+    foreign = torch.utils.dlpack.from_dlpack(torch.utils.dlpack.to_dlpack(torch.ones(10, device="cuda")))
+    foreign.record_stream(side)
+    view = torch.ones(100, device="cuda")[50:]
+    view.record_stream(side)
+    torch.cuda.synchronize()
+
+
+@test()
+def two_streams_do_not_grow():
+    """Two streams that alternate with different sizes do not grow the arena without end."""
+    p = Parent(limit="8GiB")
+    torch = p.torch
+    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+    seen = []
+    for turn in range(300):
+        for number, s in enumerate(streams):
+            with torch.cuda.stream(s):
+                a = torch.empty(((turn * 7 + number) % 40 + 1) * MIB, dtype=torch.uint8, device="cuda")
+                a.fill_(1)
+                del a
+        if turn in (30, 299):
+            seen.append(torch.cuda.memory_reserved())
+    check(seen[1] <= max(seen[0], 256 * MIB) + 128 * MIB, f"reserved grew from {seen[0] >> 20} to {seen[1] >> 20} MiB")
+    return {"reserved_MiB": [v >> 20 for v in seen]}
+
+
+@test()
+def autograd_threads():
+    """Backward passes from several threads give the CPU's gradients."""
+    p = Parent()
+    torch = p.torch
+    torch.manual_seed(1)
+    model = torch.nn.Sequential(torch.nn.Linear(128, 256), torch.nn.GELU(), torch.nn.Linear(256, 8)).double()
+    inputs = [torch.randn(64, 128, dtype=torch.double) for _ in range(6)]
+    expected = []
+    for x in inputs:
+        model.zero_grad()
+        model(x).square().sum().backward()
+        expected.append([q.grad.clone() for q in model.parameters()])
+    import copy
+
+    failures = []
+
+    def run(i):
+        try:
+            with torch.cuda.stream(torch.cuda.Stream()):
+                m = copy.deepcopy(model).cuda()
+                for _ in range(20):
+                    m.zero_grad()
+                    m(inputs[i].cuda()).square().sum().backward()
+                torch.cuda.current_stream().synchronize()
+                if not all(torch.allclose(q.grad.cpu(), e) for q, e in zip(m.parameters(), expected[i])):
+                    failures.append(f"thread {i}: gradients differ")
+        except BaseException as e:
+            failures.append(f"thread {i}: {type(e).__name__}: {e}")
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(6)]
+    [t.start() for t in threads]
+    [t.join() for t in threads]
+    equal(failures, [])
+
+
+@test()
+def cudnn_benchmark():
+    """A convolution with cudnn.benchmark, forward and backward."""
+    p = Parent()
+    torch = p.torch
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    conv = torch.nn.Conv2d(16, 32, 3, padding=1).cuda()
+    x = torch.randn(8, 16, 64, 64, device="cuda", requires_grad=True)
+    plain = conv(x)
+    torch.backends.cudnn.benchmark = True
+    tuned = conv(x)
+    tuned.sum().backward()
+    check(torch.allclose(plain, tuned, atol=1e-3), float((plain - tuned).abs().max()))
+
+
+@test()
+def free_from_a_fresh_thread():
+    """Tensors made here are freed by threads that never touched CUDA, and the other way round."""
+    p = Parent()
+    torch = p.torch
+    torch.zeros(1, device="cuda")
+    before = torch.cuda.memory_allocated()
+    holder = [torch.ones(MIB, device="cuda") for _ in range(50)]
+    thread = threading.Thread(target=holder.clear)
+    thread.start()
+    thread.join()
+    equal(torch.cuda.memory_allocated(), before, "memory_allocated after another thread freed all")
+    made = []
+    thread = threading.Thread(target=lambda: made.extend(torch.full((MIB,), 3.0, device="cuda") for _ in range(10)))
+    thread.start()
+    thread.join()
+    equal(float(torch.stack(made).sum()), 3.0 * MIB * 10)
+    made.clear()
+    torch.cuda.synchronize()
+
+
+@test()
+def threads_and_streams():
+    """Eight threads on eight streams allocate, fill, check and free at random: no block is another's."""
+    p = Parent(limit="16GiB")
+    torch = p.torch
+    failures = []
+
+    def run(i):
+        import random
+
+        rng, live = random.Random(i), []
+        try:
+            with torch.cuda.stream(torch.cuda.Stream()):
+                for turn in range(250):
+                    t = torch.full((rng.choice((1000, MIB, 9 * MIB)),), (i * 31 + turn) % 251, dtype=torch.uint8, device="cuda")
+                    live.append((t, (i * 31 + turn) % 251))
+                    if len(live) > 12:
+                        t, value = live.pop(rng.randrange(len(live)))
+                        if not bool((t == value).all()):
+                            failures.append(f"thread {i}, turn {turn}: a block has other bytes")
+                            return
+        except BaseException as e:
+            failures.append(f"thread {i}: {type(e).__name__}: {e}")
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(8)]
+    [t.start() for t in threads]
+    [t.join() for t in threads]
+    equal(failures, [])
+
+
+_GLOBALS = """
+import millpond, threading
+arena = millpond.Arena(driver="cuda", limit="4GiB")
+import torch
+millpond.torch.install()
+tensors = [torch.ones(1 << n, device="cuda") for n in range(20)]
+model = torch.nn.Linear(100, 100).cuda()
+loss = model(torch.randn(10, 100, device="cuda")).sum(); loss.backward()
+stream = torch.cuda.Stream()
+with torch.cuda.stream(stream): late = torch.ones(1 << 20, device="cuda")
+graph = torch.cuda.CUDAGraph()
+with torch.cuda.graph(graph): captured = tensors[3] * 2
+class Late:
+    def __del__(self): self.x = None
+keep = Late(); keep.x = torch.ones(5, device="cuda"); keep.me = keep
+ref = arena.empty((10, 10))
+"""
+
+
+@test()
+def exit_with_tensors_in_globals():
+    """A process that ends with tensors, models, graphs and an arena in its globals: code 0, nothing on stderr."""
+    found = {}
+    for name, code in (("plain", _GLOBALS), ("after sys.exit", _GLOBALS + "\nimport sys; sys.exit(0)\n")):
+        done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=50)
+        found[name] = done.returncode
+        check(done.returncode == 0 and not done.stderr.strip(), f"{name}: code {done.returncode}, stderr: {done.stderr[-2500:]}")
+
+
+@test()
+def fork_frees_nothing():
+    """A forked child that drops tensors changes nothing here; the parent allocates on."""
+    p = Parent()
+    torch = p.torch
+    x = [torch.full((MIB,), float(i), device="cuda") for i in range(8)]
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_stats()["allocation.all.current"]
+    pid = os.fork()
+    if pid == 0:
+        try:
+            x.clear()
+            del x
+        finally:
+            os._exit(7)
+    equal(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), 7, "the child's exit code")
+    equal(torch.cuda.memory_stats()["allocation.all.current"], before, "live blocks after the child dropped its copies")
+    y = [torch.full((MIB,), -1.0, device="cuda") for _ in range(8)]
+    torch.cuda.synchronize()
+    for i, t in enumerate(x):
+        check(bool((t == i).all()), f"block {i} was overwritten")
+    del y
+
+
+@test()
+def data_loader_with_pinned_memory():
+    """DataLoader with forked workers and pin_memory, batches to the GPU."""
+    p = Parent()
+    torch = p.torch
+    torch.ones(1, device="cuda")
+    data = torch.utils.data.TensorDataset(torch.arange(4096, dtype=torch.float64).reshape(512, 8))
+    loader = torch.utils.data.DataLoader(data, batch_size=32, num_workers=2, pin_memory=True)
+    for epoch in range(2):
+        total = 0.0
+        for (batch,) in loader:
+            total += float(batch.to("cuda", non_blocking=True).sum())
+        equal(total, float(sum(range(4096))), f"epoch {epoch}")
+    check(torch.ones(MIB, device="cuda").sum() == MIB)
+
+
+@test()
+def install_twice_and_too_late():
+    """install() again does nothing; after CUDA was initialised it is refused and says how to fix it."""
+    p = Parent()
+    p.millpond.torch.install()
+    equal(p.millpond.torch.installed(), "replace")
+    raises(p.millpond.Refused, lambda: p.millpond.torch.install(mode="pool"))
+    code = (
+        "import millpond; arena = millpond.Arena(driver='cuda', limit='1GiB'); import torch; torch.ones(1, device='cuda')\n"
+        "try: millpond.torch.install(); print('installed')\n"
+        "except millpond.Refused as e: print('refused:', e)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50)
+    check("refused:" in done.stdout and "before" in done.stdout, done.stdout[-800:], done.stderr[-800:])
+    return {"says": done.stdout.strip()[:300]}
+
+
+@test(quick=False)
+def native_ipc_is_refused_by_name():
+    """torch.multiprocessing of our tensors: an error that can be read, and all works on."""
+    p = Parent()
+    torch = p.torch
+    from torch.multiprocessing.reductions import reduce_tensor
+
+    x = torch.ones(10, device="cuda")
+    e = raises(Exception, reduce_tensor, x)
+    equal(float(x.sum()), 10.0)
+    return {"says": f"{type(e).__name__}: {str(e)[:200]}"}
+
+
+@test()
+def several_gpus():
+    """Memory on the device asked for; copies across; no context where none is needed."""
+    import torch as module
+
+    if module.cuda.device_count() < 2:
+        raise Skip("one GPU")
+    p = Parent()
+    torch = p.torch
+    with torch.cuda.device(1):
+        y = torch.full((MIB,), 2.0, device="cuda:1")
+    equal(y.device.index, 1)
+    x = torch.full((MIB,), 3.0, device="cuda:0")
+    equal(float(x.to("cuda:1").sum()), 3.0 * MIB)
+    equal(float((x.to("cuda:1") + y).sum()), 5.0 * MIB)
+    equal(float(y.to("cuda:0").sum()), 2.0 * MIB)

@@ -1,0 +1,231 @@
+"""Processes that are killed, and what the others get."""
+import os
+import signal
+import threading
+import time
+
+from harness import GPU, Parent, check, equal, raises, test, until, worker
+
+MIB, GIB = 1 << 20, 1 << 30
+LONG = 600_000_000
+
+
+@worker
+def never_ready(conn):
+    import torch
+
+    t = torch.zeros(64 * MIB, dtype=torch.uint8, device="cuda")
+    t.fill_(1)
+    torch.cuda._sleep(1000)  # loading a kernel waits for what runs: load them all first
+    torch.cuda.synchronize()
+    conn.send("warm")
+    for _ in range(40):
+        torch.cuda._sleep(LONG)
+    t.fill_(9)
+    conn.send(t)
+    conn.recv(timeout=60)
+
+
+@test()
+def producer_killed_before_ready():
+    """SIGKILL of a producer whose long kernel still runs: recv(wait=True) raises PeerDied, and soon."""
+    p = Parent()
+    p.torch.ones(1, device="cuda")
+    conn = p.worker(never_ready)
+    equal(conn.recv(timeout=60), "warm")
+    killed = []
+
+    def kill():
+        time.sleep(0.5)
+        killed.append(time.perf_counter())
+        conn.process.kill()
+
+    threading.Thread(target=kill).start()
+    e = raises(p.millpond.PeerDied, lambda: conn.recv(timeout=30, wait=True))
+    took = time.perf_counter() - killed[0]
+    check(took < 2, f"PeerDied came {took:.2f} s after the kill")
+    equal(float(p.torch.ones(10, device="cuda").sum()), 10.0)
+    p.torch.cuda.synchronize()
+    p.close()
+    return {"ms_from_kill_to_PeerDied": round(took * 1e3, 2), "says": str(e)[:200]}
+
+
+@test()
+def waiting_stream_is_released():
+    """A plain recv orders a stream behind READY; the producer is killed: the stream goes on, nothing hangs."""
+    p = Parent()
+    torch = p.torch
+    torch.zeros(64 * MIB, dtype=torch.uint8, device="cuda").sum(dtype=torch.int64)
+    torch.cuda.synchronize()
+    conn = p.worker(never_ready)
+    equal(conn.recv(timeout=60), "warm")
+    t = conn.recv(timeout=30)
+    total = t.sum(dtype=torch.int64)
+    check(not torch.cuda.current_stream().query(), "nothing was waited for")
+    time.sleep(0.2)
+    conn.process.kill()
+    start = time.perf_counter()
+    until(torch.cuda.current_stream().query, 10, "the stream never went on")
+    took = time.perf_counter() - start
+    del t, total
+    e = raises((p.millpond.PeerDied, p.millpond.Closed), lambda: conn.recv(timeout=10))
+    p.close()
+    return {"ms_from_kill_to_release": round(took * 1e3, 2), "then": type(e).__name__}
+
+
+@worker
+def hog(conn):
+    import torch
+
+    t = torch.empty(8 * GIB, dtype=torch.uint8, device="cuda")
+    torch.cuda.synchronize()
+    for n in range(2000):
+        t.fill_(n % 256)
+    conn.send("busy")
+    time.sleep(60)
+    del t
+
+
+@test(alone=True)
+def killed_in_mid_kernel():
+    """SIGKILL of a process that holds 8 GiB in mid-kernel: back in the ledger, and usable here. How long the driver takes to
+    take the work down depends on the process's hardware queues: 32 as worker_env() sets them, and the driver's own 8."""
+    p = Parent(limit="12GiB")
+    torch = p.torch
+    torch.ones(1, device="cuda")
+    figures = {}
+    for queues in ("32", "8"):
+        ledger, usable = [], []
+        for _ in range(3):
+            conn = p.worker(hog, CUDA_DEVICE_MAX_CONNECTIONS=queues)
+            equal(conn.recv(timeout=60), "busy")
+            pid = conn.process.pid
+            check(p.of(pid, "reserved") >= 8 * GIB, "reserved", p.of(pid, "reserved"))
+            start = time.perf_counter()
+            os.kill(pid, signal.SIGKILL)
+            until(lambda: p.of(pid, "reserved") == 0, 10, lambda: f"the ledger says {p.arena.ledger()}")
+            ledger.append(round((time.perf_counter() - start) * 1e3, 2))
+            t = torch.full((8 * GIB,), 5, dtype=torch.uint8, device="cuda")
+            torch.cuda.synchronize()
+            usable.append(round((time.perf_counter() - start) * 1e3, 2))
+            check(bool((t[:: 1 << 20] == 5).all()), "late writes of the dead process")
+            del t
+            conn.process.wait()
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+            until(lambda: p.mine("reserved") < GIB, 5, "empty_cache gave nothing back")
+        figures[f"{queues}_queues"] = {"ledger_ms": ledger, "usable_ms": usable}
+    p.close()
+    check(max(figures["8_queues"]["ledger_ms"] + figures["32_queues"]["ledger_ms"]) <= 1000, "slower than a second:", figures)
+    return figures
+
+
+@worker
+def holder(conn):
+    kept = conn.recv(timeout=60)
+    conn.send("holding")
+    time.sleep(60)
+    del kept
+
+
+@test(host=True)
+def consumer_killed():
+    """SIGKILL of a consumer: its holds end, the producer's memory comes back, in and out of its reach."""
+    p = Parent()
+    torch = p.torch
+    for turn in range(3):
+        conn = p.worker(holder)
+        t = torch.ones(16 * MIB, dtype=torch.uint8, device="cuda") if GPU else p.arena.zeros((16 * MIB,), "uint8", kind="t")
+        conn.send(t)
+        equal(conn.recv(timeout=60), "holding")
+        check(p.mine("leased_out") >= 16 * MIB, "leased out", p.mine("leased_out"))
+        conn.process.kill()
+        del t
+        until(lambda: p.mine("leased_out") == 0, 10, lambda: f"turn {turn}: still leased out: {p.arena.ledger()}")
+        until(lambda: p.mine("allocated") < 16 * MIB, 10, lambda: f"turn {turn}: still allocated: {p.arena.ledger()}")
+    p.close()
+
+
+@worker
+def sender_of_one(conn):
+    import millpond
+    import torch
+
+    t = torch.full((16 * MIB,), 33, dtype=torch.uint8, device="cuda") if GPU else millpond.empty((16 * MIB,), "uint8", kind="t").fill_(33)
+    if GPU:
+        torch.cuda.synchronize()
+    conn.send(t)
+    conn.recv(timeout=60)
+
+
+@test(host=True)
+def producer_killed_after_ready():
+    """A producer dies after its data was ready: the receiver's tensor stays as it is, for as long as it is held."""
+    p = Parent(limit="4GiB")
+    torch = p.torch
+    conn = p.worker(sender_of_one)
+    pid = conn.process.pid
+    t = conn.recv(timeout=60, wait=True)
+    conn.process.kill()
+    conn.process.wait()
+    until(lambda: all(c["pid"] != pid or c["state"] != "live" for d in p.arena.ledger()["devices"] for c in d["clients"]), 5, "the death was not noticed")
+    noise = [torch.full((16 * MIB,), 1, dtype=torch.uint8, device="cuda") for _ in range(10)] if GPU else []
+    equal(int(t.sum(dtype=torch.int64)), 33 * 16 * MIB, "the tensor after its producer's death")
+    del t, noise
+    if GPU:
+        torch.cuda.synchronize()
+    until(lambda: sum(d["orphaned"] for d in p.arena.ledger()["devices"]) == 0, 5, lambda: f"orphaned: {p.arena.ledger()}")
+    p.close()
+
+
+@worker
+def sleeper_with_fork(conn):
+    import torch
+
+    t = torch.full((256 * MIB,), 1, dtype=torch.uint8, device="cuda")
+    torch.cuda.synchronize()
+    pid = os.fork()
+    if pid == 0:
+        time.sleep(3)
+        os._exit(0)
+    for n in range(3000):
+        t.fill_(n % 256)
+    conn.send(pid)
+    time.sleep(60)
+
+
+@test(alone=True, quick=False)
+def killed_with_a_forked_child():
+    """SIGKILL of a process whose forked child lives on: nothing is reused before the child is gone too."""
+    p = Parent()
+    conn = p.worker(sleeper_with_fork)
+    child = conn.recv(timeout=60)
+    pid = conn.process.pid
+    held = p.of(pid, "reserved")
+    check(held >= 256 * MIB, held)
+    os.kill(pid, signal.SIGKILL)
+    conn.process.wait()
+    time.sleep(0.5)
+    equal(p.of(pid, "reserved"), held, "reserved while the child still has the driver's files")
+    start = time.perf_counter()
+    os.kill(child, signal.SIGKILL)
+    until(lambda: p.of(pid, "reserved") == 0, 10, lambda: f"never given back: {p.arena.ledger()}")
+    took = time.perf_counter() - start
+    p.close()
+    return {"ms_after_the_child": round(took * 1e3, 2)}
+
+
+@test()
+def owner_killed():
+    """SIGKILL of the owner: memory that is held stays usable, new growth fails by name, nobody hangs."""
+    p = Parent(limit="8GiB", on_owner_death="continue")
+    torch = p.torch
+    t = torch.full((MIB,), 2.0, device="cuda")
+    torch.cuda.synchronize()
+    p.arena._owner.process.kill()
+    p.arena._owner.process.wait()
+    time.sleep(0.2)
+    equal(float(t.sum()), 2.0 * MIB)
+    e = raises(Exception, lambda: torch.empty(6 * GIB, dtype=torch.uint8, device="cuda"))
+    equal(float((t + 1).sum()), 3.0 * MIB)
+    return {"growth_says": f"{type(e).__name__}: {str(e)[:250]}"}

@@ -1,0 +1,274 @@
+"""CUDA graphs, torch.compile, pool mode."""
+import shutil
+import threading
+
+from harness import Parent, Skip, check, equal, raises, test, worker
+
+MIB, GIB = 1 << 20, 1 << 30
+
+
+@test()
+def graph_capture_and_replay():
+    """A captured graph keeps its memory while others allocate, fill and free; replays are right."""
+    p = Parent(limit="8GiB")
+    torch = p.torch
+    x = torch.ones(MIB, device="cuda")
+    w = torch.full((MIB,), 3.0, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        a = x * w
+        b = a + 1
+        del a
+        c = b * 2
+    for turn in range(5):
+        x.fill_(turn)
+        noise = [torch.full((MIB,), 77.0, device="cuda") for _ in range(20)]
+        graph.replay()
+        torch.cuda.synchronize()
+        equal(float(c[123]), (turn * 3 + 1) * 2.0, f"replay {turn}")
+        equal(float(b[-1]), turn * 3 + 1.0, f"replay {turn}, inner value")
+        check(all(bool((t == 77).all()) for t in noise), f"replay {turn} wrote into blocks of others")
+        del noise
+        torch.cuda.empty_cache()
+    graph.reset()
+    del graph, b, c
+    torch.cuda.synchronize()
+
+
+@test()
+def several_graphs():
+    """Several captures, one pool shared by two, replays in any order, after others were released."""
+    p = Parent(limit="8GiB")
+    torch = p.torch
+    x = torch.ones(MIB, device="cuda")
+    graphs = []
+    for k in range(4):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = (x + k) * 2
+        graphs.append((graph, y, k))
+    shared = torch.cuda.graph_pool_handle()
+    for k in (10, 11):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=shared):
+            y = x * k
+        graphs.append((graph, y, None))
+    x.fill_(5)
+    for graph, y, k in reversed(graphs[:4]):
+        graph.replay()
+        torch.cuda.synchronize()
+        equal(float(y[7]), (5 + k) * 2.0, f"graph {k}")
+    for number, k in ((4, 10), (5, 11)):
+        graphs[number][0].replay()
+        torch.cuda.synchronize()
+        equal(float(graphs[number][1][7]), 5.0 * k)
+    del graphs[:2], graph, y
+    torch.cuda.empty_cache()
+    noise = torch.full((64 * MIB,), 9.0, device="cuda")
+    graphs[0][0].replay()
+    torch.cuda.synchronize()
+    equal(float(graphs[0][1][7]), (5 + 2) * 2.0)
+    equal(float(noise.sum()), 9.0 * 64 * MIB)
+
+
+@test()
+def failed_capture():
+    """A capture that fails leaves the allocator as it was: later work and captures are right."""
+    p = Parent(limit="8GiB")
+    torch = p.torch
+    x = torch.ones(MIB, device="cuda")
+    for _ in range(2):
+        graph = torch.cuda.CUDAGraph()
+
+        def capture():
+            with torch.cuda.graph(graph):
+                y = x * 2
+                torch.cuda.synchronize()
+                return y
+
+        raises(RuntimeError, capture)
+        del graph
+    torch.cuda.synchronize()
+    equal(float((x * 4).sum()), 4.0 * MIB)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        z = x * 3
+    graph.replay()
+    torch.cuda.synchronize()
+    equal(float(z[0]), 3.0)
+
+
+@test()
+def growth_during_a_capture():
+    """While one thread captures (global mode), another grows, frees and trims: the capture holds, both are right."""
+    p = Parent(limit="16GiB")
+    torch = p.torch
+    x = torch.ones(MIB, device="cuda")
+    torch.cuda.synchronize()
+    inside, grown, failures = threading.Event(), threading.Event(), []
+    side = torch.cuda.Stream()
+
+    def grow():
+        try:
+            with torch.cuda.stream(side):
+                inside.wait(20)
+                for n in range(3):
+                    big = torch.empty((n + 1) * GIB, dtype=torch.uint8, device="cuda")
+                    del big
+                p.arena.trim()
+        except BaseException as e:
+            failures.append(f"{type(e).__name__}: {e}")
+        grown.set()
+
+    thread = threading.Thread(target=grow)
+    thread.start()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = x * 2
+        inside.set()
+        check(grown.wait(30), "the other thread hung")
+        z = torch.empty(200 * MIB, dtype=torch.uint8, device="cuda").fill_(3)
+        y = y + 1
+    thread.join()
+    equal(failures, [], "the growing thread")
+    x.fill_(10)
+    graph.replay()
+    torch.cuda.synchronize()
+    equal(float(y[9]), 21.0)
+    equal(int(z[-1]), 3)
+
+
+def _needs_a_compiler():
+    try:
+        import triton  # noqa: F401
+    except ImportError:
+        raise Skip("triton is not installed") from None
+    if not (shutil.which("gcc") or shutil.which("cc")):
+        raise Skip("no C compiler")
+
+
+@test(timeout=110, quick=False)
+def compile_default_mode():
+    """torch.compile in its default mode under full replacement."""
+    _needs_a_compiler()
+    p = Parent()
+    torch = p.torch
+    torch.manual_seed(0)
+    x = torch.randn(1000, 1000, device="cuda")
+    f = lambda a: (torch.nn.functional.gelu(a) * 2 + a.sin()).sum(dim=1)
+    check(torch.allclose(torch.compile(f)(x), f(x), atol=1e-3))
+
+
+@test(timeout=110, quick=False)
+def compile_reduce_overhead_is_refused():
+    """mode="reduce-overhead" under full replacement: an error that says so; afterwards all works."""
+    _needs_a_compiler()
+    p = Parent()
+    torch = p.torch
+    x = torch.randn(1000, device="cuda")
+    f = torch.compile(lambda a: (a * 2 + 1).sum(), mode="reduce-overhead")
+
+    def run():
+        for _ in range(3):
+            f(x)
+        torch.cuda.synchronize()
+
+    e = raises(Exception, run)
+    text = f"{type(e).__name__}: {e}"
+    torch.cuda.synchronize()
+    equal(float(torch.ones(10, device="cuda").sum()), 10.0)
+    check("reduce-overhead" in text or "checkPoolLiveAllocations" in text, text[:600])
+    return {"says": text[:400]}
+
+
+@test(timeout=110, quick=False)
+def compile_reduce_overhead_in_pool_mode():
+    """mode="reduce-overhead" in pool mode: works."""
+    _needs_a_compiler()
+    p = Parent(replace=False)
+    torch = p.torch
+    p.millpond.torch.install(mode="pool")
+    x = torch.randn(1000, device="cuda")
+    f = lambda a: (a * 2 + 1).sum()
+    g = torch.compile(f, mode="reduce-overhead")
+    for turn in range(4):
+        x.fill_(turn)
+        check(torch.allclose(g(x).clone(), f(x)), f"turn {turn}")
+
+
+@test()
+def pool_mode():
+    """install(mode="pool"): torch's allocator in front, its memory from the arena, native statistics, retry and OOM."""
+    p = Parent(limit="2GiB", replace=False)
+    torch = p.torch
+    p.millpond.torch.install(mode="pool")
+    equal(torch.cuda.get_allocator_backend(), "native")
+    x = torch.ones(100 * MIB // 4, device="cuda")
+    check(p.mine("reserved") >= 100 * MIB, "the ledger says", p.mine("reserved"))
+    check(torch.cuda.memory_allocated() >= 100 * MIB and torch.cuda.memory_reserved() >= 100 * MIB)
+    y = torch.empty(GIB, dtype=torch.uint8, device="cuda")
+    del y
+    e = raises(torch.OutOfMemoryError, lambda: torch.empty(3 * GIB, dtype=torch.uint8, device="cuda"))
+    equal(float(x.sum()), 100 * MIB / 4)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        z = x * 3
+    graph.replay()
+    torch.cuda.synchronize()
+    equal(float(z[5]), 3.0)
+    return {"oom": str(e)[:300]}
+
+
+@test()
+def pool_as_a_block():
+    """`with millpond.torch.pool()`: inside from the arena, outside not."""
+    p = Parent(limit="4GiB", replace=False)
+    torch = p.torch
+    outside = torch.ones(50 * MIB, dtype=torch.uint8, device="cuda")
+    equal(p.mine("allocated"), 0, "bytes of the arena before")
+    with p.millpond.torch.pool():
+        inside = torch.ones(60 * MIB, dtype=torch.uint8, device="cuda")
+    check(p.mine("allocated") >= 60 * MIB, "bytes of the arena inside", p.mine("allocated"))
+    again = torch.ones(50 * MIB, dtype=torch.uint8, device="cuda")
+    equal(int(outside.sum(dtype=torch.int64) + inside.sum(dtype=torch.int64) + again.sum(dtype=torch.int64)), 160 * MIB)
+
+
+@worker
+def reads_late(conn):
+    import time
+
+    x = conn.recv(timeout=30)
+    time.sleep(0.4)
+    first = x.sum(dtype=__import__("torch").int64).item()
+    conn.send({"sum": first, "all": bool((x == x.flatten()[0]).all()), "value": int(x.flatten()[0])})
+
+
+@test()
+def pool_segment_is_kept():
+    """In pool mode: send, del, allocate the same size, fill: the receiver still reads the old values."""
+    p = Parent(limit="8GiB", replace=False)
+    torch = p.torch
+    p.millpond.torch.install(mode="pool")
+    conn = p.worker(reads_late)
+    x = torch.full((40 * MIB,), 5, dtype=torch.uint8, device="cuda")
+    sent = conn.send(x)
+    del x
+    others = [torch.full((40 * MIB,), 9, dtype=torch.uint8, device="cuda") for _ in range(8)]
+    torch.cuda.synchronize()
+    found = conn.recv(timeout=30)
+    equal(found, {"sum": 5 * 40 * MIB, "all": True, "value": 5}, f"what the receiver read (copies: {sent.copies})")
+    del others
+    p.close()
+    return {"copies": sent.copies}
+
+
+@test()
+def pool_mode_is_refused_under_async():
+    """Pool mode and replacement under cudaMallocAsync are refused by name."""
+    import os
+
+    os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "backend:cudaMallocAsync"
+    p = Parent(limit="2GiB", replace=False)
+    said = [str(raises(p.millpond.Error, lambda m=m: p.millpond.torch.install(mode=m))) for m in ("pool", "replace")]
+    check(all("cudaMallocAsync" in text for text in said), said)
+    return {"says": [text[:200] for text in said]}
