@@ -1,5 +1,7 @@
 //! `millpond stress` finds nothing where nothing is wrong, and what is wrong where it is.
 
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
+
 use std::process::{Command, Output};
 
 fn stress(args: &[&str]) -> Output {

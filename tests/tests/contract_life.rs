@@ -16,25 +16,19 @@ fn a_value_goes_each_way_and_the_block_comes_back() {
     let arena = Arena::new();
     let (mut a, mut b) = (arena.worker("a"), arena.worker("b"));
     let (ab, ba) = link(&mut a, &mut b);
-    for ((from, out), (to, back)) in [((&mut a, ab), (&mut b, ba))] {
+    let pass = |from: &mut common::Worker, out: u64, to: &mut common::Worker, back: u64, byte: u8| {
         let n = from.number(&format!("alloc {MIB}"));
-        from.ok(&format!("fill {n} 7"));
+        from.ok(&format!("fill {n} {byte}"));
         from.ok(&format!("send {out} {n}"));
         from.ok(&format!("free {n}"));
         let i = to.number(&format!("recv {back}"));
-        to.ok(&format!("check {i} 7"));
+        to.ok(&format!("check {i} {byte}"));
         assert_eq!(from.number("leases"), 1);
         to.ok(&format!("release {i}"));
         eventually("the lease ends", || from.number("leases") == 0);
-        // The other direction, on the same channel.
-        let n = to.number(&format!("alloc {MIB}"));
-        to.ok(&format!("fill {n} 8"));
-        to.ok(&format!("send {back} {n}"));
-        let i = from.number(&format!("recv {out}"));
-        from.ok(&format!("check {i} 8"));
-        from.ok(&format!("release {i}"));
-        eventually("the lease ends", || to.number("leases") == 0);
-    }
+    };
+    pass(&mut a, ab, &mut b, ba, 7);
+    pass(&mut b, ba, &mut a, ab, 8);
 }
 
 #[test]

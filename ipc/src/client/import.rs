@@ -150,7 +150,7 @@ impl Imports {
         let entry = slab.entries.get_mut(index as usize).ok_or_else(|| Error::Internal("import table".to_owned()))?;
         entry.0 = entry.0.wrapping_add(1);
         entry.1 = Some(import);
-        Ok(u64::from(entry.0) << 32 | u64::from(index) + 1)
+        Ok(handle_of(entry.0, index))
     }
 
     /// Ends the hold of a value that came and will not be used, unless it was taken up.
@@ -196,7 +196,7 @@ impl Imports {
     }
 
     fn finish(&self, hold: HoldRef, done: Option<Signal>) {
-        if fault::is(Fault::DropAck) && self.next.fetch_add(1, Ordering::Relaxed) % 16 == 0 {
+        if fault::is(Fault::DropAck) && self.next.fetch_add(1, Ordering::Relaxed).is_multiple_of(16) {
             return;
         }
         if let Some(record) = self.control.hold(hold.producer, hold.index) {
@@ -299,7 +299,7 @@ impl Imports {
     pub(super) fn uses(&self, window: u32, chunk: &Chunk, but: Option<u64>) -> bool {
         let slab = self.slab.lock();
         let held = slab.entries.iter().enumerate().any(|(index, (generation, import))| {
-            Some(u64::from(*generation) << 32 | index as u64 + 1) != but && import.as_ref().is_some_and(|i| i.touches(window, chunk))
+            Some(handle_of(*generation, index as u32)) != but && import.as_ref().is_some_and(|i| i.touches(window, chunk))
         });
         held || self.parting.lock().iter().any(|p| touches(p.window, p.offset, p.bytes, window, chunk))
     }
@@ -348,6 +348,11 @@ impl Imports {
         }
         any
     }
+}
+
+/// What a caller knows an import by: never zero.
+fn handle_of(generation: u32, index: u32) -> u64 {
+    (u64::from(generation) << 32) | (u64::from(index) + 1)
 }
 
 fn released() -> Error {

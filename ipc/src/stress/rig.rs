@@ -1,10 +1,14 @@
 //! What a worker works with: a device's streams, gates that hold a stream up, and patterns to fill and to compare.
-#![allow(unsafe_code)] // registered memory for the gates
+//!
+//! All of the host's side is registered: a copy from other memory waits for its stream on the calling thread, and that thread is
+//! the one that opens the gates.
+#![allow(unsafe_code)] // one mapping of our own
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::Arc;
 
-use millpond_allocator::driver::{Addr, Driver, DriverError, Stream};
+use millpond_allocator::driver::{Addr, CuResult, Driver, DriverError, Stream};
+use rustix::mm::{mmap_anonymous, MapFlags, ProtFlags};
 
 use super::Dice;
 
@@ -19,12 +23,14 @@ const GATES: usize = 512;
 pub(super) struct Rig {
     pub(super) driver: Arc<dyn Driver>,
     pub(super) streams: Vec<Stream>,
-    patterns: Vec<Vec<u8>>,
-    gates: &'static [AtomicU64],
+    /// One page of gates, the patterns, and room for what is looked at.
+    memory: *mut u8,
     base: Addr,
     next: usize,
-    scratch: Vec<u8>,
 }
+
+// SAFETY: the mapping is never unmapped, and one thread at a time uses the rig.
+unsafe impl Send for Rig {}
 
 /// A stream that is held up until this is opened.
 #[derive(Debug)]
@@ -40,29 +46,26 @@ impl Drop for Gate {
     }
 }
 
-#[repr(align(4096))]
-struct Page([AtomicU64; GATES]);
+const PAGE: usize = 4096;
+const BYTES: usize = PAGE + (PATTERNS as usize + 1) * LARGEST as usize;
 
 impl Rig {
     pub(super) fn new(driver: Arc<dyn Driver>) -> Result<Self, DriverError> {
-        let page: &'static Page = Box::leak(Box::new(Page(std::array::from_fn(|_| AtomicU64::new(1)))));
-        // SAFETY: the page is never freed, so it stays mapped until the process ends.
-        let base = unsafe { driver.host_register(page.0.as_ptr().cast_mut().cast(), size_of::<Page>())? };
-        let streams = (0..3).map(|_| driver.stream_create()).collect::<Result<_, _>>()?;
+        let failed = |_| DriverError::Call { call: "mmap", result: CuResult::OUT_OF_MEMORY };
+        // SAFETY: a new mapping at an address of the kernel's choice.
+        let memory = unsafe { mmap_anonymous(std::ptr::null_mut(), BYTES, ProtFlags::READ | ProtFlags::WRITE, MapFlags::PRIVATE) };
+        let memory: *mut u8 = memory.map_err(failed)?.cast();
+        // SAFETY: the mapping just made, to which there is no other reference yet.
+        let patterns = unsafe { std::slice::from_raw_parts_mut(memory.add(PAGE), (PATTERNS * LARGEST) as usize) };
         // The same in every process.
-        let pattern = |n: u64| {
-            let mut dice = Dice::new(n + 1);
-            (0..LARGEST / 8).flat_map(|_| dice.next().to_le_bytes()).collect()
-        };
-        Ok(Self {
-            driver,
-            streams,
-            patterns: (0..PATTERNS).map(pattern).collect(),
-            gates: &page.0,
-            base,
-            next: 0,
-            scratch: vec![0; LARGEST as usize],
-        })
+        for (n, pattern) in (1..).zip(patterns.chunks_exact_mut(LARGEST as usize)) {
+            let mut dice = Dice::new(n);
+            pattern.chunks_exact_mut(8).for_each(|word| word.copy_from_slice(&dice.next().to_le_bytes()));
+        }
+        // SAFETY: the mapping stays until the process ends.
+        let base = unsafe { driver.host_register(memory, BYTES)? };
+        let streams = (0..3).map(|_| driver.stream_create()).collect::<Result<_, _>>()?;
+        Ok(Self { driver, streams, memory, base, next: 0 })
     }
 
     pub(super) fn stream(&self, dice: &mut Dice) -> Stream {
@@ -72,39 +75,46 @@ impl Rig {
     /// Holds a stream up: what is queued on it from here on waits.
     pub(super) fn gate(&mut self, stream: Stream) -> Result<Gate, DriverError> {
         self.next = (self.next + 1) % GATES;
-        let Some(word) = self.gates.get(self.next) else {
-            return Err(DriverError::Call { call: "gate", result: millpond_allocator::driver::CuResult::INVALID_VALUE });
-        };
+        // SAFETY: a word of the first page, which is used for nothing else and never unmapped.
+        let word: &'static AtomicU64 = unsafe { &*self.memory.cast::<AtomicU64>().add(self.next) };
         word.store(0, Ordering::Release);
         let gate = Gate(word);
         self.driver.wait_value(stream, self.base + 8 * self.next as u64, 1)?;
         Ok(gate)
     }
 
-    fn pattern(&self, (pattern, at, bytes): (u64, u64, u64)) -> &[u8] {
-        let all = self.patterns.get(pattern as usize).map_or(&[][..], Vec::as_slice);
-        all.get(at as usize..(at + bytes) as usize).unwrap_or_default()
+    /// Where a content lies in this process: the same bytes in every process.
+    fn pattern(&self, (pattern, at, bytes): (u64, u64, u64)) -> Option<*const u8> {
+        let inside = pattern < PATTERNS && at.checked_add(bytes).is_some_and(|end| end <= LARGEST);
+        inside.then(|| self.memory.wrapping_add(PAGE + (pattern * LARGEST + at) as usize).cast_const())
+    }
+
+    fn scratch(&self) -> *mut u8 {
+        self.memory.wrapping_add(PAGE + (PATTERNS * LARGEST) as usize)
     }
 
     /// Queues a pattern's copy to an address.
     pub(super) fn fill(&self, addr: Addr, content: (u64, u64, u64), stream: Stream) -> Result<(), DriverError> {
-        let from = self.pattern(content);
-        self.driver.copy(addr, from.as_ptr() as Addr, from.len() as u64, stream)
+        self.pattern(content).map_or(Ok(()), |from| self.driver.copy(addr, from as Addr, content.2, stream))
     }
 
     /// Queues a copy of what is at an address, to be compared after the stream has been waited for.
-    pub(super) fn look(&mut self, addr: Addr, bytes: u64, stream: Stream) -> Result<(), DriverError> {
-        self.driver.copy(self.scratch.as_mut_ptr() as Addr, addr, bytes, stream)
+    pub(super) fn look(&self, addr: Addr, bytes: u64, stream: Stream) -> Result<(), DriverError> {
+        self.driver.copy(self.scratch() as Addr, addr, bytes.min(LARGEST), stream)
     }
 
     /// Waits for the stream, and compares: the first place that differs.
     pub(super) fn compare(&self, content: (u64, u64, u64), stream: Stream) -> Result<Option<String>, DriverError> {
         self.driver.stream_synchronize(stream)?;
-        let (expected, found) = (self.pattern(content), self.scratch.get(..content.2 as usize).unwrap_or_default());
+        let Some(expected) = self.pattern(content) else { return Ok(Some(format!("no such content: {content:?}"))) };
+        let bytes = content.2 as usize;
+        // SAFETY: both are in the mapping, checked above and by its size; patterns are never written, and the only copy into
+        // the scratch has run, since its stream was waited for.
+        let (expected, found) = unsafe { (std::slice::from_raw_parts(expected, bytes), std::slice::from_raw_parts(self.scratch(), bytes)) };
         let differs = expected.iter().zip(found).position(|(a, b)| a != b);
         Ok(differs.map(|at| {
             let word = |bytes: &[u8]| bytes.get(at..(at + 8).min(bytes.len())).unwrap_or_default().to_vec();
-            format!("byte {at} of {}: expected {:02x?}, found {:02x?}", content.2, word(expected), word(found))
+            format!("byte {at} of {bytes}: expected {:02x?}, found {:02x?}", word(expected), word(found))
         }))
     }
 }
