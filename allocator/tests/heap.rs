@@ -424,7 +424,7 @@ fn sizes_at_the_edges() {
     for bytes in [1, 511, 512, 513, 2 * MIB - 1, 2 * MIB, 2 * MIB + 1, CHUNK - 1, CHUNK, CHUNK + 1] {
         let block = lab.alloc(bytes, stream);
         let (start, size) = lab.heap.block_at(block).unwrap();
-        assert!(block % 512 == 0 && start == block && size >= bytes);
+        assert!(block.is_multiple_of(512) && start == block && size >= bytes);
         let rounded = if bytes > CHUNK { CHUNK + 2 * MIB } else { bytes.div_ceil(512) * 512 };
         assert_eq!(size, rounded, "{bytes}");
         live.push(block);

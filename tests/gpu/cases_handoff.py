@@ -384,6 +384,7 @@ def wait_done_before_overwriting():
     torch = p.torch
     conn = p.worker(slow_user)
     t = torch.full((64 * MIB,), 3, dtype=torch.uint8, device="cuda")
+    equal(conn.recv(timeout=60), "warm")
     conn.send(t)
     p.millpond.wait_done(t, timeout=30)
     t.fill_(200)

@@ -101,9 +101,13 @@ pub unsafe extern "C" fn millpond_dlpack(spec: *const millpond_dlpack_spec) -> *
         if ndim > 0 && spec.shape.is_null() {
             return Err(ApiError::argument("shape is null"));
         }
-        // SAFETY: by this function's contract.
-        let list =
-            |at: *const i64| if at.is_null() || ndim == 0 { Vec::new() } else { unsafe { std::slice::from_raw_parts(at, ndim) }.to_vec() };
+        let list = |at: *const i64| {
+            if at.is_null() || ndim == 0 {
+                return Vec::new();
+            }
+            // SAFETY: by this function's contract.
+            unsafe { std::slice::from_raw_parts(at, ndim) }.to_vec()
+        };
         let mut context = Box::new(Context {
             tensor: DLManagedTensor {
                 tensor: DLTensor {

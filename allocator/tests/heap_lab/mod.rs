@@ -1,4 +1,5 @@
 //! A heap over the host driver with small chunks, and what its tests need.
+#![allow(clippy::unwrap_used, clippy::panic)] // a test's own helpers
 #![allow(dead_code, unreachable_pub)]
 
 use std::sync::Arc;
