@@ -194,8 +194,7 @@ impl Heap {
             return Err(self.larger_than_window(bytes));
         };
         let captures = self.captures.load(Ordering::Relaxed) > 0;
-        let capturing = captures && self.driver.stream_capture(stream)? != Capture::None;
-        let id = self.identify(stream, capturing)?;
+        let (id, capturing) = self.identify(stream)?;
         let mut guard = self.inner.lock();
         let inner = &mut *guard;
         if captures && !capturing {
@@ -227,13 +226,12 @@ impl Heap {
         error
     }
 
-    /// Who a stream is. A capturing stream may not be asked (900, and its capture is lost): it lives, so its handle will do.
+    /// Who a stream is, and whether it captures. A capturing stream may not be asked who it is (900, and its capture is lost),
+    /// whether torch has told us of the capture or not: it lives, so its handle will do. The legacy stream never captures.
     #[inline]
-    fn identify(&self, stream: Stream, capturing: bool) -> Result<StreamId, HeapError> {
-        if capturing {
-            return Ok(captured(stream));
-        }
-        Ok(self.driver.stream_id(stream)?)
+    fn identify(&self, stream: Stream) -> Result<(StreamId, bool), HeapError> {
+        let capturing = !matches!(stream.0, 0 | 1) && self.driver.stream_capture(stream)? != Capture::None;
+        Ok((if capturing { captured(stream) } else { self.driver.stream_id(stream)? }, capturing))
     }
 
     /// Frees a block. Its bytes are its stream's again at once, and others' when that stream has come past this moment.
@@ -261,8 +259,7 @@ impl Heap {
     /// What the driver says of the stream.
     pub fn record_stream(&self, addr: Addr, stream: Stream) -> Result<bool, HeapError> {
         let Some(offset) = self.granule(addr) else { return Ok(false) };
-        let captures = self.captures.load(Ordering::Relaxed) > 0;
-        let id = self.identify(stream, captures && self.driver.stream_capture(stream)? != Capture::None)?;
+        let (id, _) = self.identify(stream)?;
         let mut inner = self.inner.lock();
         let Some(index) = inner.live_around(offset).map(|info| info.handle.index()) else { return Ok(false) };
         let stream = match inner.streams.find(id) {
