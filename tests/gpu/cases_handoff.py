@@ -272,6 +272,9 @@ def send_delete_refill():
 def prompt_reader(conn):
     import torch
 
+    int(torch.zeros(64 * MIB, dtype=torch.uint8, device="cuda").sum(dtype=torch.int64))
+    conn.recv(timeout=60)
+    conn.send("warm")
     t = conn.recv(timeout=60)
     received = time.perf_counter()
     total = t.sum(dtype=torch.int64)
@@ -286,6 +289,9 @@ def ready_gate():
     torch = p.torch
     conn = p.worker(prompt_reader)
     t = torch.zeros(64 * MIB, dtype=torch.uint8, device="cuda")
+    torch.cuda._sleep(1000)
+    conn.send(torch.zeros(4, device="cuda"))  # the connection's GPU canary goes first, while nothing runs
+    equal(conn.recv(timeout=60), "warm")
     torch.cuda.synchronize()
     start = time.perf_counter()
     torch.cuda._sleep(2 * LONG)
