@@ -49,13 +49,15 @@ pub struct HeapConfig {
     pub chunk_bytes: u64,
     /// The smallest growth.
     pub min_growth: u64,
-    /// A growth takes at least this part of what is reserved already (16: a sixteenth), so that chunks get larger as the heap does.
+    /// A growth takes at least this part of what is reserved already (32: a 32nd), so that chunks get larger as the heap does.
     pub growth_divisor: u64,
+    /// A block of at least this size that does not fit gets a chunk of its own, exactly its size.
+    pub own_chunk: u64,
 }
 
 impl Default for HeapConfig {
     fn default() -> Self {
-        Self { chunk_bytes: 2 << 30, min_growth: 32 << 20, growth_divisor: 32 }
+        Self { chunk_bytes: 2 << 30, min_growth: 32 << 20, growth_divisor: 32, own_chunk: 64 << 20 }
     }
 }
 
@@ -234,7 +236,7 @@ impl Heap {
         if addr == 0 {
             return Ok(());
         }
-        let offset = self.granule(addr).filter(|_| addr % GRANULE == 0).ok_or(HeapError::Foreign { addr })?;
+        let offset = self.granule(addr).filter(|_| addr.is_multiple_of(GRANULE)).ok_or(HeapError::Foreign { addr })?;
         let mut inner = self.inner.lock();
         if !inner.free(offset) {
             return Err(HeapError::Foreign { addr });
@@ -264,7 +266,7 @@ impl Heap {
     /// Keeps the live block at an address from reuse until [`Heap::unpin`], even when it is freed. `None`: no live block starts there.
     #[must_use]
     pub fn pin(&self, addr: Addr) -> Option<Pin> {
-        let offset = self.granule(addr).filter(|_| addr % GRANULE == 0)?;
+        let offset = self.granule(addr).filter(|_| addr.is_multiple_of(GRANULE))?;
         let mut inner = self.inner.lock();
         let index = inner.index.get(offset)?;
         let pin = inner.pin(index)?;
