@@ -344,7 +344,8 @@ impl<W: Write + Send> Recorder<W> {
 mod tests {
     use super::*;
 
-    const SMALL: HeapConfig = HeapConfig { chunk_bytes: 8 << 20, min_growth: 2 << 20, growth_divisor: 16 };
+    const SMALL: HeapConfig =
+        HeapConfig { chunk_bytes: 8 << 20, min_growth: 2 << 20, growth_divisor: 16, own_chunk: 8 << 20, drain: std::time::Duration::ZERO };
 
     #[test]
     fn a_trace_is_replayed() {
@@ -410,6 +411,8 @@ mod tests {
             chunk_bytes: setting("CHUNK", or.chunk_bytes),
             min_growth: setting("MIN", or.min_growth),
             growth_divisor: setting("DIV", or.growth_divisor),
+            own_chunk: setting("OWN", or.own_chunk),
+            ..or
         };
         let mut paths: Vec<_> = std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path()).collect();
         paths.retain(|path| path.to_string_lossy().ends_with(".csv.gz"));

@@ -1,5 +1,7 @@
 //! The heap on the host driver: reuse in stream order, growth, limits, statistics.
 
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
+
 mod heap_lab;
 
 use std::collections::BTreeMap;
@@ -8,7 +10,7 @@ use std::sync::{Arc, Mutex};
 use heap_lab::{check_views, oom, Dice, Lab, CHUNK, KIB, MIB, WINDOW};
 use millpond_allocator::driver::host::HostCall;
 use millpond_allocator::driver::{CuResult, Driver, Stream};
-use millpond_allocator::heap::{HeapError, Stats};
+use millpond_allocator::heap::{HeapConfig, HeapError, Stats};
 
 #[test]
 fn a_stream_gets_its_own_bytes_back_at_once() {
@@ -355,16 +357,16 @@ fn out_of_memory_says_what_is_held_and_everything_works_on() {
     let lab = Lab::new();
     let stream = lab.stream();
     lab.source.set_limit(3 * CHUNK);
-    let blocks = [lab.alloc(5 * MIB, stream), lab.alloc(CHUNK, stream)];
+    let blocks = [lab.alloc(4 * MIB, stream), lab.alloc(CHUNK, stream)];
     for turn in 1..4 {
         let figures = oom(lab.heap.allocate(2 * CHUNK, stream));
-        assert_eq!((figures.asked, figures.allocated, figures.reserved), (2 * CHUNK, 5 * MIB + CHUNK, 2 * CHUNK));
-        assert_eq!((figures.limit, figures.largest_free), (Some(3 * CHUNK), 3 * MIB));
+        assert_eq!((figures.asked, figures.allocated, figures.reserved), (2 * CHUNK, 4 * MIB + CHUNK, 2 * CHUNK));
+        assert_eq!((figures.limit, figures.largest_free), (Some(3 * CHUNK), 4 * MIB));
         assert_eq!(lab.heap.stats().out_of_memory, turn);
         let text = HeapError::OutOfMemory(Box::new(figures)).to_string();
         assert!(text.starts_with("CUDA out of memory. Tried to allocate 16.00 MiB."), "{text}");
         assert!(text.contains("The limit is reached."), "{text}");
-        assert_eq!(lab.touch(3 * MIB, stream), blocks[0] + 5 * MIB);
+        assert_eq!(lab.touch(3 * MIB, stream), blocks[0] + 4 * MIB);
     }
     blocks.iter().for_each(|block| lab.free(*block));
     lab.alloc(3 * CHUNK, stream);
@@ -401,6 +403,17 @@ fn before_it_fails_a_stream_runs_dry() {
     release.join().unwrap();
     assert!(block > hole);
     assert_eq!(lab.reserved(), 3 * CHUNK);
+}
+
+#[test]
+fn a_growth_holds_a_whole_number_of_the_blocks_that_asked_for_it() {
+    let config =
+        HeapConfig { chunk_bytes: 64 * MIB, min_growth: 32 * MIB, growth_divisor: 32, own_chunk: 16 * MIB, ..HeapConfig::default() };
+    for (bytes, chunk) in [(512, 32), (10 * MIB, 30), (9 * MIB, 30), (16 * MIB, 16), (17 * MIB, 18), (64 * MIB, 64)] {
+        let lab = Lab::with(config, |_| None);
+        lab.alloc(bytes, Stream::LEGACY);
+        assert_eq!(lab.reserved(), chunk * MIB, "{bytes}");
+    }
 }
 
 #[test]
@@ -580,8 +593,8 @@ fn many_threads_on_many_streams_share_no_byte() {
                     }
                     match dice.roll(200) {
                         0 => lab.heap.tick(),
-                        1 => drop(lab.heap.trim(CHUNK)),
-                        2 => drop(lab.heap.block_at(block.unwrap_or_default() + 99)),
+                        1 => _ = lab.heap.trim(CHUNK),
+                        2 => _ = lab.heap.block_at(block.unwrap_or_default() + 99),
                         _ => {}
                     }
                 }

@@ -1,5 +1,7 @@
 //! The heap under stream capture, and beside streams that stand behind timelines.
 
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
+
 mod heap_lab;
 
 use std::sync::{Arc, Barrier};

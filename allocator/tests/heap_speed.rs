@@ -1,6 +1,8 @@
 //! How long malloc and free take on the host driver. Figures, not verdicts:
 //! `cargo test --release -p millpond-allocator --test heap_speed -- --ignored --nocapture --test-threads=1`
 
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
+
 mod heap_lab;
 
 use std::sync::Barrier;
@@ -31,15 +33,11 @@ fn one_thread() {
     let lab = Lab::with(HeapConfig::default(), |_| None);
     let stream = lab.stream();
     for (name, stream) in [("legacy", Stream::LEGACY), ("created", stream)] {
-        let (p50, p99) = measure(500, || (0..BATCH).for_each(|_| drop(std::hint::black_box(lab.driver.stream_id(stream)))));
+        let (p50, p99) = measure(500, || (0..BATCH).for_each(|_| _ = std::hint::black_box(lab.driver.stream_id(stream))));
         println!("stream_id of the {name} stream on the host driver: {p50:.0} ns, p99 {p99:.0}");
     }
     for (name, bytes) in [("1 KiB", KIB), ("1 MiB", MIB), ("64 MiB", 64 * MIB)] {
-        let (p50, p99) = measure(500, || {
-            (0..BATCH).for_each(|_| {
-                lab.touch(bytes, Stream::LEGACY);
-            })
-        });
+        let (p50, p99) = measure(500, || (0..BATCH).for_each(|_| _ = lab.touch(bytes, Stream::LEGACY)));
         println!("malloc+free of {name}: {p50:.0} ns, p99 {p99:.0}");
     }
     let mut dice = Dice(1);
@@ -74,9 +72,7 @@ fn eight_threads() {
         for stream in &streams {
             scope.spawn(|| {
                 ready.wait();
-                (0..100 * BATCH).for_each(|_| {
-                    lab.touch(MIB, *stream);
-                });
+                (0..100 * BATCH).for_each(|_| _ = lab.touch(MIB, *stream));
             });
         }
         ready.wait();

@@ -51,8 +51,7 @@ impl Heap {
         if exact > room {
             return Err(self.out_of_memory(request.bytes, Some(limit), "It is this process's own limit.".to_owned()));
         }
-        let wish = (reserved / self.config.growth_divisor.max(1)).max(self.config.min_growth).min(self.config.chunk_bytes).min(room);
-        let generous = exact.max(wish / unit * unit);
+        let generous = self.growth(exact, reserved).min(room / unit * unit);
         let granted = match self.source.grow(generous) {
             Err(GrowError::OutOfMemory { .. }) if generous > exact => self.source.grow(exact),
             granted => granted,
@@ -63,9 +62,21 @@ impl Heap {
         })
     }
 
+    /// How much to ask for, for a block of `exact` bytes of chunks. A large block gets a chunk of its own, exactly its size. Else the chunk holds a whole number of
+    /// such blocks, as many as a growth of the usual size does: blocks of one size come in numbers, and a rest that is too
+    /// small for one more would lie idle.
+    fn growth(&self, exact: u64, reserved: u64) -> u64 {
+        if exact >= self.config.own_chunk {
+            return exact;
+        }
+        let usual = (reserved / self.config.growth_divisor.max(1)).max(self.config.min_growth).min(self.config.chunk_bytes);
+        exact.max(usual / exact * exact)
+    }
+
     /// Maps chunks, or gives them back.
     fn map(&self, chunks: &[(Chunk, OwnedFd)], request: Request) -> Result<(), HeapError> {
-        let reachable = chunks.iter().all(|(chunk, _)| chunk.offset % GRANULE == 0 && chunk.end() / GRANULE <= u64::from(u32::MAX));
+        let reachable =
+            chunks.iter().all(|(chunk, _)| chunk.offset.is_multiple_of(GRANULE) && chunk.end() / GRANULE <= u64::from(u32::MAX));
         let mapped = if reachable { self.window.map(chunks) } else { Ok(()) };
         if reachable && mapped.is_ok() {
             return Ok(());

@@ -17,9 +17,6 @@ use super::{Heap, Inner, Request};
 /// A block, with the chunks under it where it is larger than one.
 pub(super) type Found = (Allocation, Vec<Chunk>);
 
-/// How long a malloc that would fail waits for its own stream.
-const DRAIN: Duration = Duration::from_millis(500);
-
 impl Heap {
     #[cold]
     pub(super) fn miss(&self, mut request: Request) -> Result<Addr, HeapError> {
@@ -172,7 +169,7 @@ impl Heap {
                 break;
             }
             drop(inner);
-            if start.elapsed() > DRAIN {
+            if start.elapsed() >= self.config.drain {
                 return false;
             }
             std::thread::sleep(Duration::from_micros(20 * (pause + 1).min(25)));

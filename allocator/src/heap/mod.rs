@@ -30,6 +30,7 @@ pub use view::{BlockView, RegionView};
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::Arc;
+use std::time::Duration;
 
 use parking_lot::Mutex;
 
@@ -51,13 +52,17 @@ pub struct HeapConfig {
     pub chunk_bytes: u64,
     /// The smallest growth.
     pub min_growth: u64,
-    /// A growth takes at least this part of what is reserved already (16: a sixteenth), so that chunks get larger as the heap does.
+    /// A growth takes at least this part of what is reserved already (32: a 32nd), so that chunks get larger as the heap does.
     pub growth_divisor: u64,
+    /// A block of at least this size that does not fit gets a chunk of its own, exactly its size.
+    pub own_chunk: u64,
+    /// How long a malloc that would fail waits for its own stream to come past this moment.
+    pub drain: Duration,
 }
 
 impl Default for HeapConfig {
     fn default() -> Self {
-        Self { chunk_bytes: 2 << 30, min_growth: 32 << 20, growth_divisor: 32 }
+        Self { chunk_bytes: 2 << 30, min_growth: 32 << 20, growth_divisor: 32, own_chunk: 64 << 20, drain: Duration::from_millis(500) }
     }
 }
 

@@ -1,6 +1,5 @@
 //! A heap over the host driver with small chunks, and what its tests need.
-#![allow(clippy::unwrap_used, clippy::panic)] // a test's own helpers
-#![allow(dead_code, unreachable_pub)]
+#![allow(dead_code, unreachable_pub, clippy::unwrap_used, clippy::panic)]
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -17,7 +16,8 @@ pub const MIB: u64 = 1 << 20;
 pub const CHUNK: u64 = 8 * MIB;
 pub const WINDOW: u64 = 4 << 30;
 /// Every growth is of one chunk, or exact.
-pub const CONFIG: HeapConfig = HeapConfig { chunk_bytes: CHUNK, min_growth: CHUNK, growth_divisor: 16 };
+pub const CONFIG: HeapConfig =
+    HeapConfig { chunk_bytes: CHUNK, min_growth: CHUNK, growth_divisor: 16, own_chunk: CHUNK, drain: Duration::ZERO };
 
 pub struct Lab {
     pub heap: Arc<Heap>,
