@@ -391,7 +391,7 @@ fn the_process_s_own_limit_trims_first_and_is_named() {
 
 #[test]
 fn before_it_fails_a_stream_runs_dry() {
-    let lab = Lab::new();
+    let lab = Lab::with(HeapConfig { drain: std::time::Duration::from_secs(5), ..heap_lab::CONFIG }, |_| None);
     let stream = lab.stream();
     let [a, hole, b] = [(); 3].map(|()| lab.alloc(CHUNK, stream));
     lab.freeze();
