@@ -208,7 +208,13 @@ impl Worker {
             self.receive_all()?;
             std::thread::sleep(Duration::from_micros(200));
         }
-        self.client.heap(self.place)?.trim(u64::MAX);
+        // What streams are not done with goes once they are.
+        let heap = self.client.heap(self.place)?;
+        heap.empty_cache();
+        while !heap.chunks().is_empty() && Instant::now() < until {
+            std::thread::sleep(Duration::from_micros(200));
+            heap.empty_cache();
+        }
         self.op();
         Ok(())
     }
