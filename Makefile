@@ -1,6 +1,7 @@
 # make demo    real weights go round a parent and two workers, all in one memory
 # make test    all tests, Rust and Python
 # make test-doors   the same with the real pyisolate, comfy-env and Ray, and torch: downloads 3 GB the first time
+# make test-torch   the exception that malloc throws, with the torch/lib of MILLPOND_TORCH_LIB
 # make lint    formatting, clippy, documentation
 # make bench   the benches that need no GPU
 # Everything that is needed is set up in .venv and target; nothing is installed elsewhere.
@@ -9,7 +10,7 @@ PY     := .venv/bin/python
 export CARGO_TERM_COLOR ?= auto
 SOURCES := $(shell git ls-files 2>/dev/null | grep -E '^(Cargo\.|allocator/|ipc/|torch-plugin/|python/(millpond|pyproject|hatch))' | grep -v '/tests/')
 
-.PHONY: demo test test-rust test-python test-doors lint bench header clean
+.PHONY: demo test test-rust test-python test-doors test-torch lint bench header clean
 demo: .venv/.millpond .venv/.demo
 	.venv/bin/millpond demo $(ARGS)
 
@@ -23,6 +24,10 @@ test-python: .venv/.millpond .venv/.test
 
 test-doors: .venv/.millpond .venv/.test .venv/.doors
 	MILLPOND_TEST_INSTALLED=1 MILLPOND_TEST_NATIVE=1 $(PY) -m pytest -q -rs python/tests
+
+test-torch:
+	@test -n "$$MILLPOND_TORCH_LIB" || { echo "set MILLPOND_TORCH_LIB to the torch/lib folder of an installed torch" >&2; exit 2; }
+	cargo test -p millpond-torch --test throw --locked -- --nocapture
 
 lint:
 	cargo fmt --all --check

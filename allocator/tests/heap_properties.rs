@@ -3,7 +3,6 @@
 //! A spy stands between the heap and the driver. It sees every event and every wait, so it knows what each stream's next work
 //! comes after; the test knows which streams are stalled. From both follows, for bytes that were freed, whose work on them may
 //! still be to come. A block over such bytes is a fault, and so is an unmapped one.
-#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)] // a test's own helpers
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
 mod heap_lab;

@@ -39,7 +39,7 @@ impl<T: Words<N>, const N: usize> Cell<T, N> {
         self.writes.store(writes.wrapping_add(1), Ordering::Release);
     }
 
-    /// The last record written, whole; `None` if the writer outran [`LOOKS`] looks, which is not seen in practice.
+    /// The last record written, whole; `None` if the writer outran 64 looks, which is not seen in practice.
     #[must_use]
     pub fn read(&self) -> Option<T> {
         (0..LOOKS).find_map(|_| {
