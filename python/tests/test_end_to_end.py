@@ -377,6 +377,24 @@ def test_attach_twice(arena, a):
     assert "attached" in a.call("attach_again", timeout=30)
 
 
+@native
+def test_a_second_copy_of_the_library_is_refused_by_name(arena, tmp_path):
+    import shutil
+
+    copy = shutil.copy(os.environ["MILLPOND_LIBRARY"], tmp_path / "another.so")
+    code = f"""
+import ctypes, json, os
+import millpond
+millpond.attach()
+second = ctypes.CDLL({str(copy)!r})
+second.millpond_control.restype = second.millpond_last_error.restype = ctypes.c_char_p
+request = dict(op="attach", socket=os.environ["MILLPOND_SOCKET"], key=os.environ["MILLPOND_KEY"])
+print(second.millpond_control(json.dumps(request).encode()), second.millpond_last_error().decode())
+"""
+    done = subprocess.run([sys.executable, "-c", code], env=arena.worker_env("twice"), capture_output=True, text=True, timeout=30)
+    assert done.stdout.startswith("None ") and '"Refused"' in done.stdout and "another copy" in done.stdout, done
+
+
 def test_what_cannot_cross_is_named_by_its_path_at_the_one_at_fault(a):
     with pytest.raises(millpond.CannotCross, match=r'out\["meta"\]\["fn"\] cannot cross'):
         a.send({"meta": {"fn": print}})
