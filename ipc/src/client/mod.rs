@@ -7,15 +7,17 @@ mod fault;
 mod import;
 mod lease;
 mod link;
+mod receive;
+mod send;
 mod tend;
 mod ticket;
-mod transfer;
 mod wake;
 
 pub use channel::Channel;
 pub use error::Error;
 pub use lease::HoldRef;
-pub use transfer::{Incoming, Message, Outgoing, ReceiveOptions};
+pub use receive::{Incoming, Message, ReceiveOptions};
+pub use send::Outgoing;
 
 use std::collections::HashMap;
 use std::os::fd::OwnedFd;

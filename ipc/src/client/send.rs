@@ -1,0 +1,336 @@
+//! Sending: EXPORT and READY. Every hold is made before the frame leaves; no bytes on the socket, no driver call a tensor.
+
+use std::collections::HashMap;
+use std::sync::atomic::Ordering;
+use std::sync::Arc;
+use std::time::Duration;
+
+use millpond_allocator::driver::{Addr, Stream};
+use millpond_allocator::timeline::{Reached, Signal, TimelineError};
+use serde_json::value::RawValue;
+
+use super::channel::{Channel, Descriptor, Frame, Kind, NOWHERE};
+use super::device::Opened;
+use super::error::Error;
+use super::import::{Claimed, Import};
+use super::lease::{cancel, forward, HoldRef};
+use super::receive::died;
+use super::{Client, Place};
+
+/// A tensor to be sent.
+#[derive(Debug, Clone, Copy)]
+pub struct Outgoing {
+    /// Its first byte in this process.
+    pub addr: Addr,
+    /// Its length in bytes.
+    pub bytes: u64,
+    /// Where that is.
+    pub place: Place,
+    /// The stream that wrote it; `None` where the CPU did, and it is there already.
+    pub stream: Option<Stream>,
+    /// Forward this import; `addr` 0 stands for all of it.
+    pub import: Option<u64>,
+    /// The receiver is to map it read-only.
+    pub read_only: bool,
+}
+
+/// What a send has done so far, to be undone if it fails.
+pub(super) struct Draft<'a> {
+    client: &'a Client,
+    holds: Vec<HoldRef>,
+    signals: Vec<Signal>,
+    of_stream: HashMap<(u32, u64), u32>,
+    tensors: Vec<Descriptor>,
+    copied: Vec<(Arc<Opened>, Addr)>,
+    copied_bytes: u64,
+}
+
+impl<'a> Draft<'a> {
+    fn new(client: &'a Client, tensors: usize) -> Self {
+        Self {
+            client,
+            holds: Vec::with_capacity(tensors),
+            signals: Vec::new(),
+            of_stream: HashMap::new(),
+            tensors: Vec::with_capacity(tensors),
+            copied: Vec::new(),
+            copied_bytes: 0,
+        }
+    }
+
+    /// The message as it goes out.
+    pub(super) fn frame(&mut self, tree: Box<RawValue>) -> Frame {
+        Frame {
+            kind: Kind::Message,
+            tree,
+            ready: self.signals.iter().map(|signal| (signal.timeline, signal.value)).collect(),
+            tensors: std::mem::take(&mut self.tensors),
+        }
+    }
+
+    /// It has left: the copies belong to their leases alone.
+    pub(super) fn sent(self, tensors: usize) {
+        self.free_copies();
+        let counters = &self.client.counters;
+        counters.sent_messages.fetch_add(1, Ordering::Relaxed);
+        counters.sent_tensors.fetch_add(tensors as u64, Ordering::Relaxed);
+        counters.copied_tensors.fetch_add(self.copied.len() as u64, Ordering::Relaxed);
+        counters.copied_bytes.fetch_add(self.copied_bytes, Ordering::Relaxed);
+    }
+
+    pub(super) fn abandon(self) {
+        self.holds.iter().for_each(|hold| cancel(&self.client.shared.control, *hold));
+        self.free_copies();
+        self.client.shared.leases.reap();
+    }
+
+    /// Copies belong to their leases alone.
+    fn free_copies(&self) {
+        for (opened, addr) in &self.copied {
+            if let Err(error) = opened.heap.free(*addr) {
+                tracing::error!(%error, "a copy could not be freed");
+            }
+        }
+    }
+
+    /// The number of a signal in the message.
+    fn signal(&mut self, signal: Signal) -> u32 {
+        let at = self.signals.iter().position(|s| *s == signal).unwrap_or_else(|| {
+            self.signals.push(signal);
+            self.signals.len() - 1
+        });
+        at as u32
+    }
+}
+
+impl Client {
+    /// Sends a message. Every hold is made before the frame leaves, so the caller may free everything at once. Returns which
+    /// tensors had to be copied into the arena.
+    ///
+    /// # Errors
+    /// [`Error`]; then nothing was sent and nothing is held.
+    pub fn send(
+        &self,
+        channel: &Channel,
+        tree: Box<RawValue>,
+        tensors: &[Outgoing],
+        timeout: Option<Duration>,
+    ) -> Result<Vec<bool>, Error> {
+        let (mut draft, copied) = self.drafted(channel.peer().client, tensors)?;
+        let frame = draft.frame(tree);
+        let sent =
+            serde_json::to_vec(&frame).map_err(|error| Error::Internal(error.to_string())).and_then(|body| channel.send(&body, timeout));
+        if let Err(error) = sent {
+            draft.abandon();
+            return Err(error);
+        }
+        draft.sent(tensors.len());
+        Ok(copied)
+    }
+
+    /// Everything of a message but its way: holds for the receiver, signals, copies.
+    pub(super) fn drafted(&self, receiver: u32, tensors: &[Outgoing]) -> Result<(Draft<'_>, Vec<bool>), Error> {
+        self.check_alive()?;
+        let mut draft = Draft::new(self, tensors.len());
+        match self.draft(&mut draft, receiver, tensors) {
+            Ok(copied) => Ok((draft, copied)),
+            Err(error) => {
+                draft.abandon();
+                Err(error)
+            }
+        }
+    }
+
+    fn draft(&self, draft: &mut Draft<'_>, receiver: u32, tensors: &[Outgoing]) -> Result<Vec<bool>, Error> {
+        let receiver = receiver as u8;
+        let mut copied = vec![false; tensors.len()];
+        let mut on: Vec<Option<(Arc<Opened>, Stream)>> = Vec::with_capacity(tensors.len());
+        for (tensor, copied) in tensors.iter().zip(&mut copied) {
+            if tensor.bytes == 0 && tensor.import.is_none() {
+                draft.tensors.push(Descriptor {
+                    window: NOWHERE,
+                    offset: 0,
+                    bytes: 0,
+                    epochs: Vec::new(),
+                    hold: (0, 0, 0),
+                    ready: Vec::new(),
+                    read_only: false,
+                });
+                on.push(None);
+                continue;
+            }
+            on.push(self.export(draft, tensor, receiver, copied)?);
+        }
+        // One signal a stream and message, after everything that the message needs has been queued.
+        for (number, on) in on.into_iter().enumerate() {
+            let Some((opened, stream)) = on else { continue };
+            let key = (opened.index, stream.0);
+            let signal = match draft.of_stream.get(&key) {
+                Some(signal) => *signal,
+                None => {
+                    let id = opened.driver.stream_id(stream)?;
+                    let signal = self.signal(&opened, stream, self.imports.claim(opened.index, id))?;
+                    let at = draft.signal(signal);
+                    draft.of_stream.insert(key, at);
+                    at
+                }
+            };
+            if let Some(descriptor) = draft.tensors.get_mut(number) {
+                descriptor.ready.push(signal);
+            }
+        }
+        Ok(copied)
+    }
+
+    /// Adds one tensor to a draft; returns the stream that must signal for it.
+    fn export(
+        &self,
+        draft: &mut Draft<'_>,
+        tensor: &Outgoing,
+        receiver: u8,
+        copied: &mut bool,
+    ) -> Result<Option<(Arc<Opened>, Stream)>, Error> {
+        if let Some(handle) = tensor.import {
+            let import = self.imports.with(handle, |import| import.clone())?;
+            return self.pass_on(draft, &import, tensor, receiver);
+        }
+        let device = self.device(tensor.place)?;
+        let opened = device.open()?;
+        match opened.locate(tensor.addr) {
+            Some((window, _)) if window != opened.window => {
+                let import = self.imports.find(tensor.addr).ok_or_else(|| {
+                    Error::Stale(format!("{:#x} lies in another process's window, but nothing there is held here any more", tensor.addr))
+                })?;
+                return self.pass_on(draft, &import, tensor, receiver);
+            }
+            Some((_, offset)) => {
+                let (block, block_bytes) = opened
+                    .heap
+                    .block_at(tensor.addr)
+                    .ok_or_else(|| Error::InvalidArgument(format!("{:#x} is in no live block of the arena", tensor.addr)))?;
+                if (tensor.addr - block).checked_add(tensor.bytes).is_none_or(|end| end > block_bytes) {
+                    return Err(Error::InvalidArgument(format!(
+                        "{} bytes at {:#x} reach beyond their block of {block_bytes} at {block:#x}",
+                        tensor.bytes, tensor.addr
+                    )));
+                }
+                self.lend(draft, &opened, block, (offset, tensor.bytes), tensor, receiver)?;
+            }
+            None => {
+                *copied = true;
+                let stream = tensor.stream.unwrap_or(Stream::LEGACY);
+                let copy = opened.heap.allocate(tensor.bytes, stream)?;
+                draft.copied.push((opened.clone(), copy));
+                draft.copied_bytes += tensor.bytes;
+                self.copy_in(&opened, copy, tensor, stream)?;
+                let offset = copy - opened.heap.window().base();
+                self.lend(draft, &opened, copy, (offset, tensor.bytes), tensor, receiver)?;
+                // The copy is queued, whoever wrote its source.
+                return Ok((!opened.driver.is_host() || tensor.stream.is_some()).then_some((opened, stream)));
+            }
+        }
+        Ok(tensor.stream.map(|stream| (opened, stream)))
+    }
+
+    fn lend(
+        &self,
+        draft: &mut Draft<'_>,
+        opened: &Arc<Opened>,
+        block: Addr,
+        range: (u64, u64),
+        tensor: &Outgoing,
+        receiver: u8,
+    ) -> Result<(), Error> {
+        let hold = self.shared.leases.lend(&opened.heap, opened.window, block, range, receiver)?;
+        draft.holds.push(hold);
+        draft.tensors.push(Descriptor {
+            window: opened.window,
+            offset: range.0,
+            bytes: range.1,
+            epochs: opened.own_epochs(range.0, range.1),
+            hold: (hold.producer, hold.index, hold.generation),
+            ready: Vec::new(),
+            read_only: tensor.read_only,
+        });
+        Ok(())
+    }
+
+    /// Another's bytes go on to a third: its hold is made in the producer's table, while ours still stands.
+    fn pass_on(
+        &self,
+        draft: &mut Draft<'_>,
+        import: &Import,
+        tensor: &Outgoing,
+        receiver: u8,
+    ) -> Result<Option<(Arc<Opened>, Stream)>, Error> {
+        if import.lost {
+            return Err(died(import));
+        }
+        let inside = |addr: Addr| {
+            let at = addr.checked_sub(import.addr?)?;
+            at.checked_add(tensor.bytes).filter(|end| *end <= import.bytes).map(|_| at)
+        };
+        let (offset, bytes) = match (tensor.addr, inside(tensor.addr)) {
+            (0, _) => (import.offset, import.bytes),
+            (_, Some(at)) => (import.offset + at, tensor.bytes),
+            (addr, None) => {
+                return Err(Error::InvalidArgument(format!(
+                    "{} bytes at {addr:#x} are not part of the value that is forwarded",
+                    tensor.bytes
+                )))
+            }
+        };
+        let hold = forward(&self.shared.control, self.shared.me, import.hold, (offset, bytes), receiver)?;
+        draft.holds.push(hold);
+        let unreached = |s: &&Signal| self.shared.control.timeline(s.timeline).is_some_and(|word| word.reached(s.value) != Reached::Yes);
+        let ready =
+            import.ready.iter().filter(unreached).copied().collect::<Vec<_>>().into_iter().map(|signal| draft.signal(signal)).collect();
+        // The range may touch fewer chunks than the import.
+        let epochs = match (import.epochs.len(), import.addr) {
+            (0 | 1, _) | (_, None) => import.epochs.clone(),
+            _ => self.device_at(import.device)?.open()?.epochs_in(import.window, offset, bytes, import.read_only),
+        };
+        draft.tensors.push(Descriptor {
+            window: import.window,
+            offset,
+            bytes,
+            epochs,
+            hold: (hold.producer, hold.index, hold.generation),
+            ready,
+            read_only: tensor.read_only || import.read_only,
+        });
+        // If our streams may have written it, they too must be done first.
+        let Some(stream) = tensor.stream.filter(|_| import.addr.is_some()) else { return Ok(None) };
+        let opened = self.device_at(import.device)?.open()?;
+        Ok(Some((opened, stream)))
+    }
+
+    fn copy_in(&self, opened: &Opened, to: Addr, tensor: &Outgoing, stream: Stream) -> Result<(), Error> {
+        if opened.driver.is_host() {
+            // The CPU reads the source, so the CPU copies it; by the time this returns, the caller may change it.
+            let id = StreamWait { opened, stream };
+            return id.copy_host(to, tensor.addr, tensor.bytes);
+        }
+        Ok(opened.driver.copy(to, tensor.addr, tensor.bytes, stream)?)
+    }
+
+    /// Queues a signal, which is the DONE of what was claimed before it.
+    pub(super) fn signal(&self, opened: &Opened, stream: Stream, claimed: Claimed) -> Result<Signal, TimelineError> {
+        let signal = opened.timelines.signal(stream);
+        self.imports.part(claimed, signal.as_ref().ok().copied());
+        signal
+    }
+}
+
+/// Copies on the host device, ordered behind a stream.
+struct StreamWait<'a> {
+    opened: &'a Opened,
+    stream: Stream,
+}
+
+impl StreamWait<'_> {
+    fn copy_host(&self, to: Addr, from: Addr, bytes: u64) -> Result<(), Error> {
+        self.opened.driver.copy(to, from, bytes, self.stream)?;
+        Ok(self.opened.driver.stream_synchronize(self.stream)?)
+    }
+}
