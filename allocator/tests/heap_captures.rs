@@ -299,3 +299,16 @@ fn nobody_is_made_to_wait_for_a_stream_behind_an_unmet_timeline() {
     lab.driver.stream_synchronize(one).unwrap();
     assert_eq!(lab.alloc(CHUNK, two), block);
 }
+
+#[test]
+fn what_a_capture_forbids_waits_for_its_end() {
+    let lab = Lab::new();
+    let pool = PoolId { graph: 1, user: 0 };
+    assert_eq!(lab.heap.unless_capturing(|| 1), Some(1));
+    lab.heap.begin_pool(pool);
+    assert_eq!(lab.heap.unless_capturing(|| 1), None);
+    lab.heap.end_pool(pool);
+    assert_eq!(lab.heap.unless_capturing(|| 1), Some(1));
+    lab.heap.set_context_events(false);
+    assert_eq!(lab.heap.unless_capturing(|| 1), None);
+}

@@ -61,6 +61,14 @@ def counters():
     return dict(_native.control("counters"), tiers=tiers.totals(), falls=tiers.falls())
 
 
+def context_events(allowed, device=None):
+    """Whether millpond may record events over a GPU's whole context in this process (it may until told otherwise). Such an event
+    ends a CUDA graph capture that is under way. `millpond.torch.install()` knows of torch's captures and waits for them; where
+    torch keeps its own allocator and graphs are captured, say False: then what a stream let go of goes back to its producer
+    when that stream's next tensor is sent or received."""
+    _native.control("context_events", device=_session.device_ordinal(device), allowed=bool(allowed))
+
+
 def __getattr__(name):
     if name == "torch":  # imports torch: only on demand
         import importlib

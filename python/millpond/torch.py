@@ -95,6 +95,8 @@ def pool():
     if _pool_allocator is None:
         _pool_allocator = _make_allocator("millpond_pool_malloc")
     made = torch.cuda.MemPool(_pool_allocator)
+    # torch's own allocator tells nobody of its captures, which an event of ours over the whole context would end.
+    _native.control("context_events", device=torch.cuda.current_device(), allowed=False)
     with torch.cuda.use_mem_pool(made):
         yield made
 

@@ -126,6 +126,7 @@ const char *millpond_version(void);
 // | stats, reset_peak_stats, reset_accumulated_stats, snapshot | device | torch's memory_stats, {}, {}, memory_snapshot |
 // | begin_scope; end_scope | device; device, scope | scope; the counters of `stats` since then, allocated and freed from zero |
 // | trim, get_fraction, set_fraction | device; fraction | bytes; fraction; {} |
+// | context_events | device, allowed: not where graphs are captured that the hooks do not tell of | {} |
 // | counters | | messages, tensors, copies and socket bytes so far; leases, imported_bytes, foreign_frees |
 // | locate | address | kind (block, import, foreign), window, offset, device |
 // | doctor | | checks: [name, ok, detail, fix] |

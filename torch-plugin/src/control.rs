@@ -139,6 +139,10 @@ enum Op {
     GetFraction {
         device: i32,
     },
+    ContextEvents {
+        device: i32,
+        allowed: bool,
+    },
     Counters,
     Locate {
         address: u64,
@@ -161,6 +165,7 @@ enum Op {
 /// | stats, reset_peak_stats, reset_accumulated_stats, snapshot | device | torch's memory_stats, {}, {}, memory_snapshot |
 /// | begin_scope; end_scope | device; device, scope | scope; the counters of `stats` since then, allocated and freed from zero |
 /// | trim, get_fraction, set_fraction | device; fraction | bytes; fraction; {} |
+/// | context_events | device, allowed: not where graphs are captured that the hooks do not tell of | {} |
 /// | counters | | messages, tensors, copies and socket bytes so far; leases, imported_bytes, foreign_frees |
 /// | locate | address | kind (block, import, foreign), window, offset, device |
 /// | doctor | | checks: [name, ok, detail, fix] |
@@ -238,6 +243,10 @@ fn run(op: Op) -> Result<Value> {
         Op::SetFraction { device, fraction } => {
             let heap = state::client()?.heap(place(device))?;
             heap.set_limit(torch::limit_of(fraction, heap.driver().device().total_bytes));
+            json!({})
+        }
+        Op::ContextEvents { device, allowed } => {
+            state::client()?.heap(place(device))?.set_context_events(allowed);
             json!({})
         }
         Op::GetFraction { device } => with_heap(device, |heap| json!({ "fraction": fraction(heap) }), || json!({ "fraction": 1.0 }))?,

@@ -186,6 +186,13 @@ impl Heap {
         self.inner.lock().streams.set_context_events(allowed && can);
     }
 
+    /// Does something that a capture forbids, such as recording the whole context, unless one is on that the heap knows of or
+    /// such things are not allowed at all ([`Heap::set_context_events`]). No capture of torch's begins meanwhile.
+    pub fn unless_capturing<T>(&self, act: impl FnOnce() -> T) -> Option<T> {
+        let inner = self.inner.lock();
+        (inner.pools.captures() == 0 && inner.streams.has_context_events()).then(act)
+    }
+
     /// A block of at least `bytes`, aligned to 512, that `stream` may use at once. Zero bytes: address 0.
     ///
     /// # Errors

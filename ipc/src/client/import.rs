@@ -285,13 +285,14 @@ impl Imports {
         if left.is_empty() {
             return;
         }
-        let recorded = opened.driver.event_create().and_then(|event| {
-            // Not while a capture is on; not at all where the driver is too old: then each stream signals when it is next seen.
+        // Recording the context would end a capture that is on. Without it each stream signals when it is next seen.
+        let recorded = opened.heap.unless_capturing(|| {
+            let event = opened.driver.event_create()?;
             opened.driver.event_record_context(event).map(|()| event).inspect_err(|_| drop(opened.driver.event_destroy(event)))
         });
         match recorded {
-            Ok(event) => self.batches.lock().push(Batch { device: opened.index, event, partings: left }),
-            Err(_) => self.parting.lock().iter_mut().filter(|p| left.contains(&p.id)).for_each(|p| p.batched = false),
+            Some(Ok(event)) => self.batches.lock().push(Batch { device: opened.index, event, partings: left }),
+            _ => self.parting.lock().iter_mut().filter(|p| left.contains(&p.id)).for_each(|p| p.batched = false),
         }
     }
 
