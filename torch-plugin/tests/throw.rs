@@ -10,8 +10,7 @@ use std::process::Command;
 
 /// The library beside the test's own binary: cargo builds it for integration tests.
 fn library() -> PathBuf {
-    let binary = std::env::current_exe().unwrap();
-    binary.ancestors().find(|folder| folder.ends_with("deps")).and_then(Path::parent).unwrap().join("libmillpond_torch.so")
+    std::env::current_exe().unwrap().with_file_name("libmillpond_torch.so")
 }
 
 /// Stand-ins for CUDA's runtime, which torch's libraries name and a machine without CUDA lacks: nothing of it is called here.
