@@ -17,8 +17,8 @@ class Received:
         self.sender = sender
         self.refused = None
         self.memories = [
-            _memory.Memory(handle, _native.KIND_IMPORT, address, nbytes, device, flags)
-            for address, nbytes, _, handle, device, flags in tensors
+            _memory.Memory(handle, _native.KIND_IMPORT, address, nbytes, device, flags, stream, bool(flags & _native.READY))
+            for address, nbytes, stream, handle, device, flags in tensors
         ]
 
     def refuse(self, reason):

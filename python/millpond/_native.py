@@ -15,7 +15,7 @@ from . import errors
 
 ABI_VERSION = 1
 COPIED, READ_ONLY = 1, 2
-LAZY, WAIT = 1, 2
+LAZY, WAIT, EAGER, READY = 1, 2, 4, 8
 KIND_IMPORT, KIND_BLOCK = 0, 1
 
 #: millpond_tensor: address, bytes, stream, import_, device, flags.

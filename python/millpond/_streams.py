@@ -37,6 +37,12 @@ def current(device):
     return _raw(torch, torch.cuda.current_device() if device == UNKNOWN else device)
 
 
+def all_current():
+    """This thread's stream on each GPU; none where torch does not use CUDA in this process."""
+    torch = torch_cuda()
+    return [_raw(torch, n) for n in range(torch.cuda.device_count())] if torch is not None else ()
+
+
 def _raw(torch, device):
     get = getattr(torch._C, "_cuda_getCurrentRawStream", None)
     return get(device) if get is not None else torch.cuda.current_stream(device).cuda_stream

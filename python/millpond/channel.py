@@ -9,7 +9,7 @@ import select
 import threading
 import time
 
-from . import _calls, _decode, _native, _tree, canary, errors, tiers
+from . import _calls, _decode, _native, _streams, _tree, canary, errors, tiers
 
 Peer = collections.namedtuple("Peer", "client name pid")
 Sent = collections.namedtuple("Sent", "tensors copies copied_bytes")
@@ -33,6 +33,7 @@ class Channel(_calls.Calls):
         self._canaries = collections.deque()
         self._tiers = tiers.Tiers(self.peer.name)
         self._gpu = canary.Prover(self)
+        self._lazy = 0  # how many threads wait for a lazy value
         self._begin_calls()
 
     def __repr__(self):
@@ -68,7 +69,11 @@ class Channel(_calls.Calls):
         """The next value: numpy arrays and torch tensors as they were sent. `lazy=True`: every tensor is a `Ref`, nothing is
         mapped. `wait=True`: returns when all the data is ready (values in host memory always are); else GPU values are
         ordered on this thread's current stream. `Timeout`, `Closed`, `PeerDied`."""
-        message = self._wait(self._next_value, timeout)
+        self._lazy += lazy
+        try:
+            message = self._wait(self._next_value, timeout)
+        finally:
+            self._lazy -= lazy
         if wait:
             for memory in message.memories:
                 if not memory.is_ready:
@@ -170,9 +175,12 @@ class Channel(_calls.Calls):
                     self._dispatch(message)
 
     def _receive(self, ms):
-        # Nothing is mapped or waited for here: a wait for READY under this call's time limit could lose the message, and the
-        # thread that will use the values, with its streams, may be another.
-        text, tensors, sender = _native.receive(self._handle, ms, _native.LAZY, ())
+        # One call a message: what needs no waiting is opened in it, on this thread's streams. The rest is opened when it is
+        # touched: a wait for READY under this call's time limit could lose the message, and the thread that will use the
+        # values, with its streams, may be another. A parent that asks for lazy values maps nothing.
+        eager = not self._lazy
+        streams = _streams.all_current() if eager else ()
+        text, tensors, sender = _native.receive(self._handle, ms, _native.LAZY | (_native.EAGER if eager else 0), streams)
         message = _decode.Received(text, tensors, sender)
         kind = message.header[0]
         if kind == "k":

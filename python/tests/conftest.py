@@ -45,6 +45,7 @@ def fake(monkeypatch):
 
     from fake_native import Fake
 
+    gc.collect()  # and what earlier tests left in cycles goes to the library that it came from
     yield Fake().install(monkeypatch)
     gc.collect()  # what hangs in cycles is released here, not in the next test's stand-in
 

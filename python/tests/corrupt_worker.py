@@ -7,15 +7,16 @@ import millpond
 from millpond import _native, _ref
 
 how = sys.argv[1]
-real_open = _native.import_open
+real_receive = _native.receive
 real_send = _native.send
 
 
-def open_and_spoil(handle, stream, flags):
-    found = real_open(handle, stream, flags)
-    if found[1] >= 2 << 20:
-        ctypes.memset(found[0] + (1 << 20) + 12345, 0, 1)
-    return found
+def receive_and_spoil(*arguments):
+    tree, tensors, sender = real_receive(*arguments)
+    for address, nbytes, *_ in tensors:
+        if nbytes >= 2 << 20:
+            ctypes.memset(address + (1 << 20) + 12345, 0, 1)
+    return tree, tensors, sender
 
 
 def spoil_and_send(channel, tree, tensors, timeout_ms):
@@ -33,7 +34,7 @@ def lose_offset(*args):
 
 
 if how == "received":
-    _native.import_open = open_and_spoil
+    _native.receive = receive_and_spoil
 elif how == "sent":
     _native.send = spoil_and_send
 elif how == "offset":

@@ -28,6 +28,13 @@
 // Asked of a receive or an open: block until READY is reached, or its producer has died.
 #define MILLPOND_WAIT 2
 
+// Asked of a lazy receive: open in the same call what can be had without waiting: CPU memory whose READY is reached, and GPU
+// memory on the stream of `streams` that is its GPU's. What is not opened has address 0, as ever.
+#define MILLPOND_EAGER 4
+
+// Set by a receive: READY was reached.
+#define MILLPOND_READY 8
+
 // Asked of a ticket: it may be redeemed any number of times, until it is cancelled.
 #define MILLPOND_MANY 1
 

@@ -24,6 +24,12 @@ pub const LAZY: u32 = 1;
 /// Asked of a receive or an open: block until READY is reached, or its producer has died.
 pub const WAIT: u32 = 2;
 
+/// Asked of a lazy receive: open in the same call what can be had without waiting: CPU memory whose READY is reached, and GPU
+/// memory on the stream of `streams` that is its GPU's. What is not opened has address 0, as ever.
+pub const EAGER: u32 = 4;
+/// Set by a receive: READY was reached.
+pub const READY: u32 = 8;
+
 /// A tensor's bytes, going or coming.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
@@ -240,10 +246,36 @@ pub unsafe extern "C" fn millpond_receive(
         let options = ReceiveOptions { timeout: timeout(timeout_ms), lazy: flags & LAZY != 0, wait: flags & WAIT != 0, stream: &on };
         let (client, channel) = (state::client()?, channel(number)?);
         let message = client.receive(&channel, &options)?;
+        let packed = pack(message, u64::from(channel.peer().client), &client);
+        if flags & (LAZY | EAGER) == LAZY | EAGER {
+            // SAFETY: just made; its owner is not shared yet.
+            let tensors = unsafe { &mut (*(*packed).owned).tensors };
+            tensors.iter_mut().filter(|tensor| tensor.import_ != 0).for_each(|tensor| open_now(&client, tensor, streams));
+        }
         // SAFETY: by this function's contract.
-        unsafe { *out = pack(message, u64::from(channel.peer().client), &client) };
+        unsafe { *out = packed };
         Ok(0)
     })
+}
+
+/// Opens a tensor if that needs no waiting; else, and where it fails, it stays lazy: whoever touches it is told why.
+fn open_now(client: &millpond_ipc::client::Client, tensor: &mut millpond_tensor, streams: &[u64]) {
+    let opened = if tensor.device == -1 {
+        client.open_import(tensor.import_, None, false, Some(Duration::ZERO)).ok().map(|addr| (addr, 0, READY))
+    } else if streams.is_empty() {
+        None
+    } else {
+        client.import_ordinal(tensor.import_).ok().flatten().and_then(|ordinal| {
+            let stream = *streams.get(ordinal as usize)?;
+            let addr = client.open_import(tensor.import_, Some(Stream(stream)), false, None).ok()?;
+            tensor.device = i32::try_from(ordinal).unwrap_or(i32::MAX);
+            Some((addr, stream, 0))
+        })
+    };
+    if let Some((addr, stream, ready)) = opened {
+        (tensor.address, tensor.stream) = (addr, stream);
+        tensor.flags |= ready;
+    }
 }
 
 /// Frees a message's buffers, not its imports. Null is nothing.

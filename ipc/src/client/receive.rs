@@ -204,6 +204,18 @@ impl Client {
         Ok(addr)
     }
 
+    /// The ordinal, in this process, of the GPU that an import is on; opens it. `None` for host memory.
+    ///
+    /// # Errors
+    /// For an import that was released, and what the driver says.
+    pub fn import_ordinal(&self, handle: u64) -> Result<Option<u32>, Error> {
+        let device = self.device_at(self.imports.with(handle, |import| import.device)?)?;
+        if device.is_host() {
+            return Ok(None);
+        }
+        Ok(Some(device.open()?.driver.device().ordinal))
+    }
+
     /// Queues the DONE of what was let go of on this stream, now that somebody hands it to us.
     fn part(&self, opened: &Opened, stream: Stream, id: StreamId) {
         let claimed = self.imports.claim(opened.index, id);
