@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 
 import pytest
@@ -97,12 +98,15 @@ def test_a_worker_in_a_box(tmp_path):
         assert process.wait(20) == 0
 
 
-def test_a_worker_that_sees_the_sockets_folder_alone(tmp_path):
+def test_a_worker_that_sees_the_sockets_folder_alone(monkeypatch):
+    run = tempfile.mkdtemp(prefix="mp-")  # what is hidden holds nothing but the socket's folder
+    monkeypatch.setenv("XDG_RUNTIME_DIR", run)
     with millpond.Arena(limit="64MiB", driver="host") as arena:
         env = arena.worker_env("boxed")
         folder = os.path.dirname(env["MILLPOND_SOCKET"])
-        hide = 'mkdir -p /mnt/box && mount --bind "$FOLDER" /mnt/box && mount -t tmpfs none /tmp && mkdir -p "$FOLDER" && mount --bind /mnt/box "$FOLDER"; '
-        process = subprocess.Popen([*BOX, hide + ENTER, "box", sys.executable, "-c", WORKER], env=dict(env, FOLDER=folder))
+        assert folder.startswith(run)
+        hide = 'mkdir -p /mnt/box && mount --bind "$FOLDER" /mnt/box && mount -t tmpfs none "$RUN" && mkdir -p "$FOLDER" && mount --bind /mnt/box "$FOLDER"; '
+        process = subprocess.Popen([*BOX, hide + ENTER, "box", sys.executable, "-c", WORKER], env=dict(env, FOLDER=folder, RUN=run))
         with arena.accept(timeout=30) as conn:
             value = millpond.empty((1000,), "float32")
             conn.send(value)
