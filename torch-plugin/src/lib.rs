@@ -5,7 +5,8 @@
 //! * [`tensor`]: blocks, messages, imports.
 //! * [`ticket`]: values for receivers that are not known yet.
 //! * [`dlpack`]: tensors for other libraries, with a deleter of ours.
-//! * [`throw`]: torch's own out-of-memory exception, by symbols found at run time.
+//! * [`throw`]: torch's own out-of-memory exception, by symbols found at run time; [`cache_info`]: the one answer that
+//!   torch's allocator interface has no hook for.
 //!
 //! Every entry catches panics. One client a process: [`state`].
 #![deny(unsafe_code)]
