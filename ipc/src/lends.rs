@@ -5,7 +5,7 @@ use std::sync::atomic::Ordering;
 
 use serde::Serialize;
 
-use crate::control::{Control, HoldState, HoldWord, HOLDS_PER_CLIENT, MAX_CLIENTS};
+use crate::control::{Control, HoldState, HoldWord, MAX_CLIENTS};
 
 /// What one client lends to one other, in one window.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
@@ -29,7 +29,7 @@ pub fn read(control: &Control) -> Vec<Lend> {
     let mut lends = BTreeMap::new();
     for from in 0..MAX_CLIENTS as u32 {
         let mut seen = HashSet::new();
-        for hold in used(control, from).filter_map(|place| control.hold(from, place)) {
+        for (_, hold) in control.used_holds(from) {
             let word = hold.word();
             if !matches!(word.state(), HoldState::InFlight | HoldState::Held) {
                 continue;
@@ -49,14 +49,6 @@ pub fn read(control: &Control) -> Vec<Lend> {
         }
     }
     lends.into_values().collect()
-}
-
-/// Places of a producer's table that were ever used: its own in the lower half, those of forwarders in the upper one.
-fn used(control: &Control, producer: u32) -> impl Iterator<Item = u32> {
-    const HALF: u64 = HOLDS_PER_CLIENT as u64 / 2;
-    let marks = control.high_hold(producer).map_or(0, |marks| marks.load(Ordering::Acquire));
-    let (own, forwarded) = ((marks & 0xffff_ffff).min(HALF), (marks >> 32).min(HALF));
-    (0..own).chain(HALF..HALF + forwarded).map(|place| place as u32)
 }
 
 #[cfg(test)]

@@ -90,8 +90,7 @@ impl Observer {
     /// The ledger as it is now, read from the control memory.
     #[must_use]
     pub fn ledger(&self) -> Ledger {
-        let now = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
-        Ledger::read_with_lends(&self.control, now.tv_sec.unsigned_abs() * 1_000 + now.tv_nsec.unsigned_abs() / 1_000_000)
+        Ledger::read_with_lends(&self.control, crate::control::now_ms())
     }
 
     /// Every window with its chunks, asked of the owner.

@@ -1,5 +1,6 @@
 import os
 import sys
+import time
 
 import pytest
 
@@ -11,6 +12,14 @@ if not INSTALLED:
     sys.path.insert(0, PACKAGE)
     os.environ["PYTHONPATH"] = PACKAGE  # for the processes that tests start
 sys.path.insert(0, HERE)
+
+
+def eventually(what, seconds=10):
+    """Waits until `what()` is true."""
+    end = time.monotonic() + seconds
+    while not what():
+        assert time.monotonic() < end, "not in time"
+        time.sleep(0.005)
 
 
 def _find(name, packaged):

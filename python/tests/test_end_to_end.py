@@ -12,20 +12,12 @@ import time
 import pytest
 
 import millpond
-from conftest import HERE, native
+from conftest import HERE, eventually, native
 from test_package import python39
 
 pytestmark = native
 np = pytest.importorskip("numpy")
 WORKER = os.path.join(HERE, "worker_main.py")
-
-
-def eventually(what, seconds=10):
-    """Waits until `what()` is true."""
-    end = time.monotonic() + seconds
-    while not what():
-        assert time.monotonic() < end, "not in time"
-        time.sleep(0.005)
 
 
 @pytest.fixture(scope="module")

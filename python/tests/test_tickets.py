@@ -4,12 +4,11 @@ import gc
 import os
 import subprocess
 import sys
-import time
 
 import pytest
 
 import millpond
-from conftest import HERE, native
+from conftest import HERE, eventually, native
 
 pytestmark = native
 np = pytest.importorskip("numpy")
@@ -43,13 +42,6 @@ def drop():
 
 conn.serve_forever()
 """
-
-
-def eventually(what, seconds=10):
-    end = time.monotonic() + seconds
-    while not what():
-        assert time.monotonic() < end, "not in time"
-        time.sleep(0.005)
 
 
 @pytest.fixture(scope="module")

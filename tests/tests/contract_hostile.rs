@@ -3,7 +3,7 @@
 
 mod common;
 
-use common::{block, eventually, is_all, plainly, tree, Arena, BOUND, MIB};
+use common::{block, channels, eventually, is_all, plainly, tree, Arena, BOUND, MIB};
 use millpond_ipc::client::{Channel, Client, Error, Outgoing, Place};
 use serde_json::{json, Value};
 use std::os::fd::BorrowedFd;
@@ -12,14 +12,6 @@ use std::sync::Arc;
 #[test]
 fn role() {
     common::role();
-}
-
-fn channels(a: &Arc<Client>, b: &Arc<Client>) -> (Channel, Channel) {
-    std::thread::scope(|scope| {
-        let to_b = scope.spawn(|| a.connect("b", BOUND).unwrap());
-        let to_a = scope.spawn(|| b.connect("a", BOUND).unwrap());
-        (to_b.join().unwrap(), to_a.join().unwrap())
-    })
 }
 
 fn fd(channel: &Channel) -> BorrowedFd<'_> {

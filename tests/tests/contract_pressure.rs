@@ -3,7 +3,7 @@
 
 mod common;
 
-use common::{block, eventually, link, plainly, tree, Arena, BOUND, MIB};
+use common::{block, eventually, link, plainly, tree, Arena, MIB};
 use millpond_allocator::driver::Stream;
 use millpond_ipc::client::{Error, Outgoing, Place};
 use std::sync::Barrier;
@@ -78,11 +78,7 @@ fn a_thousand_transfers_leave_nothing_behind() {
 fn holds_are_used_again_and_a_full_table_has_a_name() {
     let arena = Arena::new();
     let (a, b) = (arena.client("a"), arena.client("b"));
-    let (to_b, to_a) = std::thread::scope(|scope| {
-        let x = scope.spawn(|| a.connect("b", BOUND).unwrap());
-        let y = scope.spawn(|| b.connect("a", BOUND).unwrap());
-        (x.join().unwrap(), y.join().unwrap())
-    });
+    let (to_b, to_a) = common::channels(&a, &b);
     let addr = block(&a, 512, 1);
     let pass = || {
         a.send(&to_b, tree(), &[outgoing(addr, 512)], None)?;

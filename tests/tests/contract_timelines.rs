@@ -3,7 +3,7 @@
 
 mod common;
 
-use common::{block, is_all, link, plainly, tree, Arena, BOUND, MIB};
+use common::{block, is_all, link, plainly, tree, Arena, MIB};
 use millpond_ipc::client::{Outgoing, Place, ReceiveOptions};
 use std::collections::{HashMap, HashSet};
 
@@ -16,11 +16,7 @@ fn role() {
 fn more_streams_than_slots_share_them_and_stay_in_order() {
     let arena = Arena::new();
     let (a, b) = (arena.client("a"), arena.client("b"));
-    let (to_b, to_a) = std::thread::scope(|scope| {
-        let x = scope.spawn(|| a.connect("b", BOUND).unwrap());
-        let y = scope.spawn(|| b.connect("a", BOUND).unwrap());
-        (x.join().unwrap(), y.join().unwrap())
-    });
+    let (to_b, to_a) = common::channels(&a, &b);
     let driver = a.driver(Place::Host).unwrap();
     let mut seen: HashMap<u64, u64> = HashMap::new();
     let mut used = HashSet::new();
@@ -55,11 +51,7 @@ fn more_streams_than_slots_share_them_and_stay_in_order() {
 fn one_signal_serves_a_message() {
     let arena = Arena::new();
     let (a, b) = (arena.client("a"), arena.client("b"));
-    let (to_b, to_a) = std::thread::scope(|scope| {
-        let x = scope.spawn(|| a.connect("b", BOUND).unwrap());
-        let y = scope.spawn(|| b.connect("a", BOUND).unwrap());
-        (x.join().unwrap(), y.join().unwrap())
-    });
+    let (to_b, to_a) = common::channels(&a, &b);
     let driver = a.driver(Place::Host).unwrap();
     let stream = driver.stream_create().unwrap();
     let outgoing: Vec<_> = (0..20)

@@ -87,7 +87,7 @@ pub struct Heap {
     config: HeapConfig,
     /// The process's own limit on what it reserves.
     limit: AtomicU64,
-    /// Captures under way: only then does malloc ask whether its stream captures.
+    /// Captures under way that torch has told us of: only then does malloc look for one that has ended without a word.
     captures: AtomicUsize,
     /// One growth at a time; nothing that gives memory back takes it.
     growing: Mutex<()>,

@@ -128,10 +128,7 @@ impl Office {
     /// Ends every hold that a sender made for this client and that was not taken up.
     fn drop_unread(&self, sender: u32) {
         for producer in 0..MAX_CLIENTS as u32 {
-            if self.control.high_hold(producer).is_none_or(|high| high.load(Ordering::Acquire) == 0) {
-                continue;
-            }
-            for hold in self.control.holds(producer).unwrap_or_default() {
+            for (_, hold) in self.control.used_holds(producer) {
                 let word = hold.word();
                 let ours = u32::from(word.sender()) == sender && u32::from(word.receiver()) == self.me;
                 if word.state() == HoldState::InFlight && ours {

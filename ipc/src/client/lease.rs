@@ -10,10 +10,7 @@ use parking_lot::Mutex;
 
 use super::error::Error;
 use super::fault::{self, Fault};
-use crate::control::{Claim, Control, Hold, HoldState, HoldWord, Look, HOLDS_PER_CLIENT};
-
-/// The producer's own holds are in the lower half of its table; those that others make when they forward are in the upper.
-const FORWARDED: usize = HOLDS_PER_CLIENT / 2;
+use crate::control::{Claim, Control, Hold, HoldState, HoldWord, Look, FORWARDED, HOLDS_PER_CLIENT};
 
 /// A hold in somebody's table.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -124,16 +121,8 @@ impl Leases {
         self.live.store(table.leases.len(), Ordering::Release);
     }
 
-    fn holds(&self) -> impl Iterator<Item = (u32, &Hold)> {
-        let high = self.control.high_hold(self.me).map_or(0, |high| high.load(Ordering::Acquire));
-        let (own, forwarded) = (high as u32 as usize, (high >> 32) as usize);
-        let own = 0..own.min(FORWARDED);
-        let forwarded = FORWARDED..(FORWARDED + forwarded).min(HOLDS_PER_CLIENT);
-        own.chain(forwarded).filter_map(|index| Some((index as u32, self.control.hold(self.me, index as u32)?)))
-    }
-
     fn look(&self) -> Look {
-        Look::at(self.holds())
+        Look::at(self.control.used_holds(self.me))
     }
 
     fn over(&self, (index, word): (u32, HoldWord)) -> bool {
@@ -190,7 +179,7 @@ impl Leases {
 
     /// Ends what a dead client holds of ours. For when there is no owner any more to do it.
     pub(super) fn end_holds_of(&self, dead: u32) {
-        for (_, hold) in self.holds() {
+        for (_, hold) in self.control.used_holds(self.me) {
             let word = hold.word();
             let making = word.state() == HoldState::Making && u32::from(word.sender()) == dead;
             let held = matches!(word.state(), HoldState::InFlight | HoldState::Held) && u32::from(word.receiver()) == dead;

@@ -384,7 +384,7 @@ impl Client {
     /// The ledger, from shared memory, without the owner's help.
     #[must_use]
     pub fn ledger(&self) -> Ledger {
-        Ledger::read_with_lends(&self.shared.control, tend::now_ms())
+        Ledger::read_with_lends(&self.shared.control, crate::control::now_ms())
     }
 
     /// How many blocks of this client others hold, after a look whether they still do.

@@ -22,12 +22,6 @@ const LENT: Duration = Duration::from_millis(20);
 /// While something waits to be let go.
 const PARTING: Duration = Duration::from_millis(2);
 
-/// Milliseconds of `CLOCK_MONOTONIC`: the same clock in every process.
-pub(crate) fn now_ms() -> u64 {
-    let now = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
-    now.tv_sec as u64 * 1000 + now.tv_nsec as u64 / 1_000_000
-}
-
 pub(super) fn start(client: &Arc<Client>, reader: FrameReader, on_owner_death: OnOwnerDeath) -> Result<(), Error> {
     let (sender, notices) = channel();
     *client.notices.lock() = Some(sender.clone());
@@ -88,7 +82,7 @@ impl Client {
 
     fn tick(&self) -> Duration {
         if let Some(beat) = self.shared.control.beat(self.shared.me) {
-            beat.store(now_ms(), Ordering::Relaxed);
+            beat.store(crate::control::now_ms(), Ordering::Relaxed);
         }
         // A nudge that found the queue busy got lost.
         self.nudged.store(false, Ordering::Release);

@@ -15,6 +15,8 @@ pub const MAX_DEVICES: usize = 17;
 pub const TIMELINES_PER_CLIENT: usize = 128;
 /// Holds in one producer's table.
 pub const HOLDS_PER_CLIENT: usize = 16384;
+/// The producer's own holds are in the lower half of its table; those that others make when they forward are in the upper.
+pub const FORWARDED: usize = HOLDS_PER_CLIENT / 2;
 /// The most bytes of a name that the control memory keeps.
 pub const NAME_BYTES: usize = 32;
 

@@ -19,7 +19,7 @@ pub(crate) use sweep::Look;
 pub use cell::Cell;
 pub use hold::{Claim, Hold, HoldState, HoldWord};
 pub use layout::{
-    ClientRow, ClientState, DeviceRow, GrantRow, LiveRow, HOLDS_PER_CLIENT, LAYOUT, MAX_CLIENTS, MAX_DEVICES, NAME_BYTES,
+    ClientRow, ClientState, DeviceRow, GrantRow, LiveRow, FORWARDED, HOLDS_PER_CLIENT, LAYOUT, MAX_CLIENTS, MAX_DEVICES, NAME_BYTES,
     TIMELINES_PER_CLIENT,
 };
 
@@ -187,11 +187,26 @@ impl Control {
         self.layout().holds.get(producer as usize).map(|all| all.as_slice())
     }
 
-    /// One more than the highest hold that was ever used in a producer's table.
+    /// The places of a producer's table that were ever used, with their holds: its own, then those of forwarders.
+    pub fn used_holds(&self, producer: u32) -> impl Iterator<Item = (u32, &Hold)> {
+        let marks = self.high_hold(producer).map_or(0, |marks| marks.load(Ordering::Acquire));
+        let (own, forwarded) = (marks as u32 as usize, (marks >> 32) as usize);
+        let places = (0..own.min(FORWARDED)).chain(FORWARDED..(FORWARDED + forwarded).min(HOLDS_PER_CLIENT));
+        places.filter_map(move |place| Some((place as u32, self.hold(producer, place as u32)?)))
+    }
+
+    /// How much of each half of a producer's table was ever used: of its own holds in the low 32 bits, of forwarders' in the
+    /// high ones, each one more than the highest place in its half.
     #[must_use]
     pub fn high_hold(&self, producer: u32) -> Option<&AtomicU64> {
         self.layout().high_holds.get(producer as usize)
     }
+}
+
+/// Milliseconds of `CLOCK_MONOTONIC`: the clock of the beats, the same in every process.
+pub(crate) fn now_ms() -> u64 {
+    let now = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
+    now.tv_sec.unsigned_abs() * 1_000 + now.tv_nsec.unsigned_abs() / 1_000_000
 }
 
 impl Drop for Control {

@@ -67,7 +67,7 @@ impl Owner {
     pub(super) fn end_holds(&mut self, slot: u32) {
         let own = slot as usize * TIMELINES_PER_CLIENT..(slot as usize + 1) * TIMELINES_PER_CLIENT;
         for producer in rows::slots() {
-            for (_, hold) in rows::used_holds(&self.control, producer) {
+            for (_, hold) in self.control.used_holds(producer) {
                 loop {
                     let word = hold.word();
                     let making = word.state() == HoldState::Making && u32::from(word.sender()) == slot;
@@ -88,7 +88,7 @@ impl Owner {
 
     /// Every hold of a producer that is not free, as it is now.
     fn live_holds(&self, producer: u32) -> Vec<(u32, HoldWord)> {
-        let words = rows::used_holds(&self.control, producer).map(|(place, hold)| (place, hold.word()));
+        let words = self.control.used_holds(producer).map(|(place, hold)| (place, hold.word()));
         words.filter(|(_, word)| word.state() != HoldState::Free).collect()
     }
 

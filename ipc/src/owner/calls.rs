@@ -5,7 +5,7 @@ use std::os::fd::OwnedFd;
 use super::client::Asked;
 use super::link::Fault;
 use super::turn::FRAMES_A_TURN;
-use super::{process, Owner};
+use super::Owner;
 use crate::ledger::Ledger;
 use crate::wire::{Answer, Ask, FrameError, FromClient, FromOwner, Holder, Reason, Request};
 
@@ -141,7 +141,7 @@ impl Owner {
 
     fn ledger_answer(&mut self) -> Answer {
         self.flush_rows();
-        let ledger = Ledger::read(&self.control, process::monotonic_ms());
+        let ledger = Ledger::read(&self.control, crate::control::now_ms());
         match serde_json::to_value(ledger) {
             Ok(ledger) => Answer::Ledger { ledger },
             Err(error) => refused(Reason::Internal, error.to_string()),

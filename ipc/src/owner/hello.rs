@@ -120,7 +120,7 @@ impl Owner {
     fn welcome_client(&mut self, mut link: Link, who: Credentials, slot: u32, hello: Hello, pidfd: OwnedFd) {
         // Whatever still names this slot means a client that is gone.
         self.end_holds(slot);
-        rows::prepare_slot(&self.control, slot, self.estate.devices.len(), process::monotonic_ms());
+        rows::prepare_slot(&self.control, slot, self.estate.devices.len(), crate::control::now_ms());
         self.raise_timelines(slot);
         let windows = self.estate.open_windows(slot, hello.limit);
         let welcome = self.welcome_of(slot, self.serials + 1, &windows);

@@ -13,7 +13,7 @@ impl Owner {
         }
         let (every, late) = (self.config.heartbeat_ms.max(10), self.config.stopped_after_ms);
         self.next_beats = now + Duration::from_millis(every);
-        let now_ms = process::monotonic_ms();
+        let now_ms = crate::control::now_ms();
         for slot in rows::slots() {
             let Some(client) = self.client(slot).filter(|client| client.is_present()) else { continue };
             let beat = self.control.beat(slot).map_or(0, |beat| beat.load(Ordering::Relaxed));

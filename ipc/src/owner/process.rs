@@ -81,12 +81,6 @@ impl Stat {
     }
 }
 
-/// Milliseconds of `CLOCK_MONOTONIC`, the clock of the clients' beats.
-pub(super) fn monotonic_ms() -> u64 {
-    let now = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
-    now.tv_sec.unsigned_abs() * 1_000 + now.tv_nsec.unsigned_abs() / 1_000_000
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -2,7 +2,7 @@
 
 use super::client::Client;
 use super::estate::Estate;
-use crate::control::{ClientRow, ClientState, Control, Hold, HoldState, LiveRow, HOLDS_PER_CLIENT, MAX_CLIENTS, NAME_BYTES};
+use crate::control::{ClientRow, ClientState, Control, HoldState, LiveRow, MAX_CLIENTS, NAME_BYTES};
 use std::sync::atomic::Ordering;
 
 /// A name as a row keeps it: whole characters, no control characters.
@@ -65,7 +65,7 @@ pub(super) fn prepare_slot(control: &Control, slot: u32, devices: usize, now_ms:
         beat.store(now_ms, Ordering::Relaxed);
     }
     // Somebody may have made a hold in this table after its client was gone.
-    for (_, hold) in used_holds(control, slot) {
+    for (_, hold) in control.used_holds(slot) {
         let word = hold.word();
         if word.state() != HoldState::Free {
             hold.bury(word);
@@ -78,16 +78,6 @@ pub(super) fn prepare_slot(control: &Control, slot: u32, devices: usize, now_ms:
     for word in control.timelines(slot).unwrap_or_default() {
         word.revive();
     }
-}
-
-/// The parts of a producer's table that were ever used, with each hold's place: its own in the lower half, those that others
-/// made when they forwarded in the upper one. The marks of both are the halves of one word.
-pub(super) fn used_holds(control: &Control, producer: u32) -> impl Iterator<Item = (u32, &Hold)> {
-    const HALF: usize = HOLDS_PER_CLIENT / 2;
-    let marks = control.high_hold(producer).map_or(0, |marks| marks.load(Ordering::Acquire));
-    let (own, forwarded) = (marks as u32 as usize, (marks >> 32) as usize);
-    let places = (0..own.min(HALF)).chain(HALF..HALF + forwarded.min(HOLDS_PER_CLIENT - HALF));
-    places.filter_map(move |place| Some((place as u32, control.hold(producer, place as u32)?)))
 }
 
 /// Every slot.

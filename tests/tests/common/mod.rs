@@ -14,7 +14,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use millpond_allocator::driver::DeviceInfo;
-use millpond_ipc::client::{Client, Options, Place, ReceiveOptions};
+use millpond_ipc::client::{Channel, Client, Options, Place, ReceiveOptions};
 use millpond_ipc::ledger::{ClientLedger, Ledger};
 use millpond_ipc::observer::Observer;
 use millpond_ipc::owner::{Config, DriverChoice, Limit, Owner};
@@ -23,6 +23,15 @@ use millpond_ipc::wire::Role;
 /// No answer may take longer, on however slow a machine.
 pub const BOUND: Duration = Duration::from_secs(20);
 pub const MIB: u64 = 1 << 20;
+
+/// The two ends of a channel between clients `a` and `b` of this process: both must ask for it.
+pub fn channels(a: &Client, b: &Client) -> (Channel, Channel) {
+    std::thread::scope(|scope| {
+        let to_b = scope.spawn(|| a.connect("b", BOUND).unwrap());
+        let to_a = scope.spawn(|| b.connect("a", BOUND).unwrap());
+        (to_b.join().unwrap(), to_a.join().unwrap())
+    })
+}
 
 /// What the test's program does when it is not the test: see [`Arena`] and [`Worker`].
 pub fn role() {
