@@ -48,6 +48,7 @@ def parse():
     parser.add_argument("--driver", choices=("cuda", "host"), default="cuda")
     parser.add_argument("--only", default=",".join(STAGES), help="stages, with commas between them")
     parser.add_argument("--carry", help="what pack.sh laid out (default .carry of this checkout)")
+    parser.add_argument("--input", help="demo: a safetensors file (default: random tensors of a small model's shapes)")
     parser.add_argument("--match", help="torch: only the tests whose names hold one of these, with commas between them")
     options = parser.parse_args()
     options.only = options.only.split(",")
@@ -218,12 +219,14 @@ class Runner:
         self.json_of("bench", [*command, *self.quick()])
 
     def demo(self):
-        path = os.path.join(self.work, "weights.safetensors")
-        try:
-            make_weights(path, 24 if self.options.quick else 90)
-        except Exception as e:
-            self.results["demo"] = {"error": f"no weights: {type(e).__name__}: {e}"}
-            return
+        path = self.options.input
+        if path is None:
+            path = os.path.join(self.work, "weights.safetensors")
+            try:
+                make_weights(path, 24 if self.options.quick else 90)
+            except Exception as e:
+                self.results["demo"] = {"error": f"no weights: {type(e).__name__}: {e}"}
+                return
         command = [sys.executable, "-m", "millpond", "demo", "--driver", self.options.driver, "--input", path, "--json"]
         out = os.path.join(self.work, "demo.json")
         code, seconds = self.run("demo", ["sh", "-c", f"{shlex.join(command)} > {shlex.quote(out)}"])
@@ -235,7 +238,6 @@ class Runner:
         except (OSError, ValueError, IndexError) as e:
             found = {"error": f"no report: {e}; it said: {self.said()}"}
         found["exit_code"], found["stage_seconds"] = code, round(seconds, 1)
-        os.unlink(path)
         self.results["demo"] = found
 
     def write(self):
