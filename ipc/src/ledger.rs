@@ -83,6 +83,8 @@ pub struct ClientLedger {
     pub limit: u64,
     /// Given back, still mapped by others.
     pub retired: u64,
+    /// Of `reserved`: what it adopted of clients that are dead.
+    pub adopted: u64,
     /// Bytes of live blocks.
     pub allocated: u64,
     /// The most that they ever were.
@@ -185,7 +187,7 @@ impl ClientLedger {
     /// What it has but does not use: at most this much a trim could give back, in whole chunks.
     #[must_use]
     pub fn slack(&self) -> u64 {
-        self.reserved.saturating_sub(self.allocated)
+        self.reserved.saturating_sub(self.adopted.saturating_add(self.allocated))
     }
 
     /// How scattered its free memory is: 0 where it is one block, near 1 where it is many small ones.
@@ -219,6 +221,7 @@ impl ClientLedger {
             chunks: grant.chunks,
             limit: grant.limit,
             retired: grant.retired,
+            adopted: grant.adopted,
             allocated: live.allocated,
             peak_allocated: live.peak,
             blocks: live.blocks,
@@ -312,6 +315,9 @@ impl fmt::Display for DeviceLedger {
                 }
             }
             writeln!(f)?;
+        }
+        for client in self.clients.iter().filter(|client| client.adopted > 0) {
+            writeln!(f, "  {} adopted {} of its {} from clients that are dead", client.name, size(client.adopted), size(client.reserved))?;
         }
         Ok(())
     }

@@ -59,6 +59,7 @@ const CLIENT_GAUGES: &[Row<ClientLedger>] = &[
     ("client_leased_out", "Bytes of its blocks that others hold", true, |c| c.leased_out),
     ("client_leased_in", "Bytes of others' blocks that it holds", true, |c| c.leased_in),
     ("client_retired", "Given back, still mapped by others", true, |c| c.retired),
+    ("client_adopted", "Of its chunks: what it adopted of clients that are dead", true, |c| c.adopted),
     ("client_limit", "Its own limit; 0: only the arena's", true, |c| c.limit),
     ("client_chunks", "How many chunks it has", false, |c| c.chunks),
     ("client_blocks", "How many live blocks it has", false, |c| c.blocks),

@@ -19,7 +19,7 @@ from ._ref import Ref
 from ._session import attach, connection, detach
 from ._tickets import cancel_ticket, redeem, ticket
 from ._types import register
-from .arena import Arena, record_stream, wait_done
+from .arena import Arena, adopt, record_stream, wait_done
 from .channel import Channel, Peer, Sent, wait_any
 from .errors import (
     AlreadyAttached,

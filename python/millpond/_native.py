@@ -50,6 +50,7 @@ _BLOCKING = {
     "millpond_receive": (_i32, [_u64, _i64, _u32, _ptr, _size, ctypes.POINTER(ctypes.POINTER(_Message))]),
     "millpond_import_open": (_i32, [_u64, _u64, _u32, _ptr]),
     "millpond_import_ready": (_i32, [_u64, _i64]),
+    "millpond_adopt": (_i32, [_u64, _u64, _i64]),
     "millpond_ticket": (_ptr, [ctypes.c_char_p, _size, _ptr, _size, _u32]),
     "millpond_redeem": (_i32, [ctypes.c_char_p, _size, ctypes.POINTER(ctypes.POINTER(_Message))]),
     "millpond_wait_done": (_i32, [_u64, _u64, _u32, _i64]),
@@ -260,6 +261,12 @@ def import_ready(handle, timeout_ms):
     """Returns when READY is reached."""
     if library().import_ready(handle, timeout_ms) < 0:
         raise last_error("ready")
+
+
+def adopt(handle, address, timeout_ms):
+    """The import, or with 0 what is mapped at an address, outlives its maker."""
+    if library().adopt(handle, address, timeout_ms) < 0:
+        raise last_error("adopt")
 
 
 def import_release(handle):

@@ -135,6 +135,11 @@ class Arena:
         value[...] = 0
         return value
 
+    def adopt(self, value, timeout=None):
+        """Makes a received value this process's own: see `millpond.adopt`."""
+        self._check()
+        return adopt(value, timeout)
+
     def ledger(self):
         """Who holds how much, by device and client."""
         self._check()
@@ -190,6 +195,28 @@ def _scrub(env, variable):
         env[variable] = ",".join(parts)
     else:
         del env[variable]
+
+
+def adopt(value, timeout=None):
+    """Makes a received value (tensor, array or `Ref`) this process's own, and returns it: when its maker ends or is killed,
+    the chunks that it lies in are this process's, under its account, until the value is dropped. Waits until the value is
+    ready. Its maker must not write it any more.
+
+    `PeerDied` for a value that never got ready; `InvalidArgument` for one that was lent read-only, is this process's own or is
+    not in arena memory; `OutOfMemory` where it exceeds this process's own limit."""
+    handle, address = 0, 0
+    if isinstance(value, _ref.Ref):
+        memory = value._held()
+        if memory.kind == _native.KIND_IMPORT:
+            handle = memory.handle
+        else:
+            address = memory.address
+    else:
+        address, _ = address_of(value)
+        if not address:
+            return value
+    _native.in_slices(lambda ms: _native.adopt(handle, address, ms), timeout)
+    return value
 
 
 def wait_done(value, timeout=None, wait=None):

@@ -48,6 +48,9 @@ class Worker:
         out[...] = value
         return out
 
+    def post(self, shape, dtype, value, readonly=False):
+        self.conn.send(self.make(shape, dtype, value), readonly=readonly)
+
     def into_result(self, shape, dtype, value):
         out = self.conn.result(shape, dtype)
         out[...] = value

@@ -148,6 +148,24 @@ def consumer_killed():
 
 
 @worker
+def refiller(conn):
+    import millpond
+    import torch
+
+    make = lambda byte: torch.full((16 * MIB,), byte, dtype=torch.uint8, device="cuda") if GPU else millpond.empty((16 * MIB,), "uint8", kind="t").fill_(byte)  # noqa: E731
+    t = make(33)
+    conn.send(t)
+    del t
+    equal(conn.recv(timeout=60), "refill")
+    kept = [make(n) for n in range(4)]
+    if GPU:
+        torch.cuda.synchronize()
+    conn.send("refilled")
+    conn.recv(timeout=60)
+    del kept
+
+
+@worker
 def sender_of_one(conn):
     import millpond
     import torch
@@ -177,6 +195,45 @@ def producer_killed_after_ready():
         torch.cuda.synchronize()
     until(lambda: sum(d["orphaned"] for d in p.arena.ledger()["devices"]) == 0, 5, lambda: f"orphaned: {p.arena.ledger()}")
     p.close()
+
+
+@test(host=True)
+def adopted_outlives_its_maker():
+    """adopt(): the maker refills the size and is killed; the bytes stay, the ledger shows exactly their chunks as the adopter's,
+    and dropping the tensor gives them back."""
+    p = Parent(limit="4GiB")
+    torch = p.torch
+    figures = {}
+    for way in ("leaves", "killed"):
+        conn = p.worker(refiller)
+        t = conn.recv(timeout=60)
+        check(p.arena.adopt(t) is t, "adopt gives the value back")
+        e = raises(p.millpond.InvalidArgument, lambda: p.arena.adopt(torch.zeros(4)))
+        conn.send("refill")
+        equal(conn.recv(timeout=60), "refilled")
+        pid = conn.process.pid
+        if way == "killed":
+            conn.process.kill()
+        else:
+            conn.send("go")
+        conn.process.wait()
+        start = time.perf_counter()
+        until(lambda: p.mine("adopted") >= 16 * MIB, 10, lambda: f"never inherited: {p.arena.ledger()}")
+        figures[f"{way}_inherited_ms"] = round((time.perf_counter() - start) * 1e3, 2)
+        check(p.of(pid, "reserved") == 0, "the maker has still", p.of(pid, "reserved"))
+        equal(sum(d["orphaned"] for d in p.arena.ledger()["devices"]), 0, "orphaned")
+        noise = [torch.full((16 * MIB,), 1, dtype=torch.uint8, device="cuda") for _ in range(10)] if GPU else []
+        equal(int(t.sum(dtype=torch.int64)), 33 * 16 * MIB, "the tensor after its maker's death")
+        t += 1
+        equal(int(t.sum(dtype=torch.int64)), 34 * 16 * MIB, "and it may be written")
+        del t, noise
+        if GPU:
+            torch.cuda.synchronize()
+        until(lambda: p.mine("adopted") == 0 and p.of(pid, "reserved") == 0, 10, lambda: f"not given back: {p.arena.ledger()}")
+        conn.close()
+    figures["says"] = str(e)[:120]
+    p.close()
+    return figures
 
 
 @worker

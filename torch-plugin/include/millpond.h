@@ -217,6 +217,12 @@ int32_t millpond_import_open(uint64_t import,
 // Blocks until READY is reached, its producer has died, or the time is up (negative: for ever).
 int32_t millpond_import_ready(uint64_t import, int64_t timeout_ms);
 
+// Makes a received value this process's own: it outlives its maker, under this process's account. The import, or with 0 the
+// value that is mapped at an address. Waits for READY (negative: for ever).
+int32_t millpond_adopt(uint64_t import,
+                       uint64_t address,
+                       int64_t timeout_ms);
+
 // Notes that a stream uses the block or import at an address: its reuse, or its DONE, follows that stream too.
 int32_t millpond_import_record_stream(uint64_t address,
                                       uint64_t on);

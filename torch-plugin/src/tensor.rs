@@ -321,6 +321,20 @@ pub extern "C" fn millpond_import_ready(import: u64, timeout_ms: i64) -> i32 {
     })
 }
 
+/// Makes a received value this process's own: it outlives its maker, under this process's account. The import, or with 0 the
+/// value that is mapped at an address. Waits for READY (negative: for ever).
+#[no_mangle]
+pub extern "C" fn millpond_adopt(import: u64, address: u64, timeout_ms: i64) -> i32 {
+    guard(FAILED, || {
+        let client = state::client()?;
+        match import {
+            0 => client.adopt_at(address, timeout(timeout_ms))?,
+            import => client.adopt(import, timeout(timeout_ms))?,
+        }
+        Ok(0)
+    })
+}
+
 /// Notes that a stream uses the block or import at an address: its reuse, or its DONE, follows that stream too.
 #[no_mangle]
 pub extern "C" fn millpond_import_record_stream(address: u64, on: u64) -> i32 {

@@ -32,6 +32,8 @@ pub(super) struct Import {
     pub(super) addr: Option<Addr>,
     /// The streams that may use it, as far as we were told.
     pub(super) streams: Vec<StreamId>,
+    /// The owner keeps it for this client if its producer dies.
+    pub(super) adopted: bool,
     /// Whoever was to make it ready died before: its bytes are not what was to be sent.
     pub(super) lost: bool,
     pub(super) sender: String,
@@ -313,6 +315,13 @@ impl Imports {
     /// A live import whose mapped bytes hold an address.
     pub(super) fn find(&self, addr: Addr) -> Option<Import> {
         self.slab.lock().entries.iter().filter_map(|(_, import)| import.as_ref()).find(|import| import.holds(addr)).cloned()
+    }
+
+    /// The handles of the live imports whose mapped bytes hold an address: a block may have been received more than once.
+    pub(super) fn handles_at(&self, addr: Addr) -> Vec<u64> {
+        let slab = self.slab.lock();
+        let held = slab.entries.iter().enumerate().filter(|(_, (_, import))| import.as_ref().is_some_and(|import| import.holds(addr)));
+        held.map(|(index, (generation, _))| handle_of(*generation, index as u32)).collect()
     }
 
     /// A client died. What it was to make ready and has not never will be; that is told now, while its timelines' last true

@@ -1,5 +1,6 @@
 //! The client: one process attached to an owner. Its memory, what it lends, what it holds, its channels.
 
+mod adopt;
 mod channel;
 mod device;
 mod error;

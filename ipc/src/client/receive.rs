@@ -112,6 +112,7 @@ impl Client {
                 read_only: descriptor.read_only,
                 addr: None,
                 streams: Vec::new(),
+                adopted: false,
                 lost,
                 sender: sender.name.clone(),
             };

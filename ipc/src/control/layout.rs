@@ -182,6 +182,8 @@ row! {
         limit,
         /// Bytes that it gave back but others still map.
         retired,
+        /// Of `reserved`: what it adopted of clients that are dead.
+        adopted,
     }
 }
 

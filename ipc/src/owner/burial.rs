@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 
 use millpond_allocator::timeline::Reached;
 
+use super::adopt::Heirs;
 use super::estate::Fate;
 use super::{rows, Ended, Owner};
 use crate::control::{ClientRow, Hold, HoldState, HoldWord, TIMELINES_PER_CLIENT};
@@ -44,6 +45,7 @@ impl Owner {
             word.poison();
         }
         self.end_holds(slot);
+        self.disinherit(slot);
         self.estate.count_death(slot);
         self.estate.drop_importer_everywhere(slot);
         for epoch in self.estate.chunks_of(slot) {
@@ -109,7 +111,7 @@ impl Owner {
         if holds != self.live_holds(slot) {
             return self.wake_orphans();
         }
-        let mut read = BTreeSet::new();
+        let (mut read, mut heirs) = (BTreeSet::new(), Heirs::new());
         let mut all_over = true;
         for (place, word) in holds {
             let Some(hold) = self.control.hold(slot, place) else { continue };
@@ -122,10 +124,16 @@ impl Owner {
             if self.estate.window(window).is_some_and(|window| window.slot == slot) {
                 read.extend(self.estate.overlapping(window, hold.offset.load(Ordering::Relaxed), hold.bytes.load(Ordering::Relaxed)));
             }
+            if let Some(adoption) = self.adoption(slot, place, word) {
+                read.extend(&adoption.epochs);
+                for epoch in &adoption.epochs {
+                    heirs.entry(*epoch).or_default().insert(adoption.heir);
+                }
+            }
         }
-        let orphaned = |epoch: &u64| self.estate.holding(*epoch).is_some_and(|holding| holding.fate == Fate::Orphaned);
-        let over: BTreeSet<u64> =
-            self.estate.chunks_of(slot).into_iter().filter(|epoch| orphaned(epoch) && !read.contains(epoch)).collect();
+        self.pass_to_heirs(slot, &heirs);
+        let left = |epoch: &u64| self.estate.holding(*epoch).is_some_and(|holding| matches!(holding.fate, Fate::Orphaned | Fate::Adopted));
+        let over: BTreeSet<u64> = self.estate.chunks_of(slot).into_iter().filter(|epoch| left(epoch) && !read.contains(epoch)).collect();
         if !over.is_empty() {
             self.give_back(&over);
             self.note_change();
@@ -139,6 +147,7 @@ impl Owner {
 
     fn vacate(&mut self, slot: u32) {
         let serial = self.client(slot).map_or(0, |client| client.serial);
+        self.adoptions.retain(|(producer, _), _| *producer != slot);
         if let Some(place) = self.clients.get_mut(slot as usize) {
             *place = None;
         }

@@ -59,6 +59,7 @@ impl Owner {
             Request::Release { epochs } => self.release(slot, call_id, &epochs),
             Request::Window { window } => self.tell_window(slot, call_id, window),
             Request::Import { window, epochs } => self.import(slot, call_id, window, &epochs),
+            Request::Adopt { producer, index, generation } => self.adopt(slot, call_id, producer, index, generation),
             Request::Unmapped { epochs } => self.unmapped(slot, &epochs),
             Request::Accept { timeout_ms } => self.accept(slot, call_id, timeout_ms),
             Request::Connect { peer, timeout_ms } => self.connect(slot, call_id, peer, timeout_ms),

@@ -23,6 +23,8 @@ pub(super) struct Holding {
     pub(super) chunk: Chunk,
     /// Keeps the bytes alive; every client gets a duplicate.
     pub(super) fd: OwnedFd,
+    /// Under whose account it is: its client's, or that of the one that adopted it.
+    pub(super) account: u32,
     /// One bit for each client that was given a descriptor and has not said that it dropped it.
     pub(super) importers: u64,
     pub(super) fate: Fate,
@@ -147,7 +149,8 @@ impl Estate {
     pub(super) fn window_maps(&self) -> Vec<WindowMap> {
         let chunk = |epoch: &u64| {
             let holding = self.chunks.get(epoch)?;
-            Some(ChunkMap { chunk: holding.chunk, fate: holding.fate, mapped_by: members(holding.importers).collect() })
+            let adopted_by = (holding.account != holding.slot).then_some(holding.account);
+            Some(ChunkMap { chunk: holding.chunk, fate: holding.fate, mapped_by: members(holding.importers).collect(), adopted_by })
         };
         let map = |(id, window): (&u32, &Window)| WindowMap {
             window: *id,
@@ -226,7 +229,7 @@ impl Estate {
             if let Some(window) = self.windows.get_mut(&window) {
                 window.taken.insert(offset, chunk.epoch);
             }
-            self.chunks.insert(chunk.epoch, Holding { device, window, slot, chunk, fd, importers: 0, fate: Fate::Held });
+            self.chunks.insert(chunk.epoch, Holding { device, window, slot, chunk, fd, account: slot, importers: 0, fate: Fate::Held });
             epochs.push(chunk.epoch);
         }
         Ok(epochs)
@@ -276,13 +279,33 @@ impl Estate {
             self.free(epoch);
             return None;
         }
-        self.turn(epoch, Fate::Retired);
+        self.turn(epoch, Fate::Retired, None);
         Some(Fate::Retired)
     }
 
     /// Leaves a dead client's chunk to its readers.
     pub(super) fn orphan(&mut self, epoch: u64) {
-        self.turn(epoch, Fate::Orphaned);
+        self.turn(epoch, Fate::Orphaned, None);
+    }
+
+    /// Puts a dead client's chunk under the account of one that adopted it.
+    pub(super) fn inherit(&mut self, epoch: u64, heir: u32) {
+        self.turn(epoch, Fate::Adopted, Some(heir));
+    }
+
+    /// Chunks of others that are under a client's account.
+    pub(super) fn inherited(&self, heir: u32) -> Vec<u64> {
+        let its = |holding: &&Holding| holding.fate == Fate::Adopted && holding.account == heir;
+        self.chunks.values().filter(its).map(|holding| holding.chunk.epoch).collect()
+    }
+
+    /// What a client's account would hold more if it had these chunks, by device.
+    pub(super) fn would_inherit(&self, heir: u32, epochs: &[u64]) -> BTreeMap<u32, u64> {
+        let mut more = BTreeMap::new();
+        for holding in epochs.iter().filter_map(|epoch| self.chunks.get(epoch)).filter(|holding| holding.account != heir) {
+            *more.entry(holding.device).or_default() += holding.chunk.bytes;
+        }
+        more
     }
 
     /// Notes that a client no longer maps a chunk. True where the chunk is free by that.
@@ -303,12 +326,14 @@ impl Estate {
         freed > 0
     }
 
-    fn turn(&mut self, epoch: u64, fate: Fate) {
+    /// Changes a chunk's fate, and its account: its own client's, or another's.
+    fn turn(&mut self, epoch: u64, fate: Fate, account: Option<u32>) {
         let Some(holding) = self.chunks.get_mut(&epoch) else { return };
-        let (device, slot, bytes, before) = (holding.device, holding.slot, holding.chunk.bytes, holding.fate);
-        holding.fate = fate;
-        self.book(device, slot, bytes, before, false);
-        self.book(device, slot, bytes, fate, true);
+        let (device, bytes, before, from) = (holding.device, holding.chunk.bytes, holding.fate, holding.account);
+        let to = account.unwrap_or(holding.slot);
+        (holding.fate, holding.account) = (fate, to);
+        self.book(device, from, bytes, before, false);
+        self.book(device, to, bytes, fate, true);
     }
 
     fn free(&mut self, epoch: u64) {
@@ -316,8 +341,8 @@ impl Estate {
         if let Some(window) = self.windows.get_mut(&holding.window) {
             window.taken.remove(&holding.chunk.offset);
         }
-        let (device, slot, bytes) = (holding.device, holding.slot, holding.chunk.bytes);
-        self.book(device, slot, bytes, holding.fate, false);
+        let (device, account, bytes) = (holding.device, holding.account, holding.chunk.bytes);
+        self.book(device, account, bytes, holding.fate, false);
         if let Some(books) = self.devices.get_mut(device as usize) {
             books.row.reserved = books.row.reserved.saturating_sub(bytes);
         }
@@ -330,9 +355,13 @@ impl Estate {
         let Some(books) = self.devices.get_mut(device as usize) else { return };
         let Some(share) = books.shares.get_mut(slot as usize) else { return };
         match fate {
-            Fate::Held => {
+            Fate::Held | Fate::Adopted => {
                 change(&mut share.reserved, bytes);
                 change(&mut share.chunks, 1);
+                if fate == Fate::Adopted {
+                    change(&mut share.adopted, bytes);
+                }
+                share.peak = share.peak.max(share.reserved);
             }
             Fate::Retired => {
                 change(&mut share.retired, bytes);

@@ -36,9 +36,14 @@ fn check(estate: &Estate) {
             end = offset + holding.chunk.bytes;
         }
         assert!(end <= device.served.window_bytes);
-        let held = window.taken.values().filter(|epoch| estate.chunks[epoch].fate == Fate::Held).count();
-        assert_eq!(held as u64, device.shares[window.slot as usize].chunks);
     }
+    for (slot, share) in (0..).zip(&device.shares) {
+        let its = estate.chunks.values().filter(|h| h.account == slot && matches!(h.fate, Fate::Held | Fate::Adopted));
+        let adopted = estate.inherited(slot).iter().map(|epoch| estate.chunks[epoch].chunk.bytes).sum::<u64>();
+        assert_eq!((its.count() as u64, adopted), (share.chunks, share.adopted));
+    }
+    let strange = |h: &&Holding| h.account != h.slot && h.fate != Fate::Adopted;
+    assert_eq!(estate.chunks.values().filter(strange).count(), 0, "only what was adopted is under another's account");
 }
 
 #[test]
@@ -86,6 +91,7 @@ enum Step {
     Drop(usize, u32),
     Die(u32),
     Orphan(usize),
+    Inherit(usize, u32),
 }
 
 fn steps() -> impl Strategy<Value = Vec<Step>> {
@@ -96,6 +102,7 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
         (any::<usize>(), 0..4_u32).prop_map(|(chunk, slot)| Step::Drop(chunk, slot)),
         (0..4_u32).prop_map(Step::Die),
         any::<usize>().prop_map(Step::Orphan),
+        (any::<usize>(), 0..4_u32).prop_map(|(chunk, slot)| Step::Inherit(chunk, slot)),
     ];
     prop::collection::vec(step, 1..120)
 }
@@ -137,6 +144,12 @@ proptest! {
                 }
                 Step::Die(slot) => {
                     estate.drop_importer_everywhere(slot);
+                }
+                Step::Inherit(n, slot) => {
+                    let left = |epoch: &u64| matches!(estate.holding(*epoch).unwrap().fate, Fate::Orphaned | Fate::Adopted);
+                    if let Some(epoch) = nth(n).filter(left) {
+                        estate.inherit(epoch, slot);
+                    }
                 }
                 Step::Orphan(n) => {
                     if let Some(epoch) = nth(n).filter(|epoch| estate.holding(*epoch).unwrap().fate == Fate::Held) {

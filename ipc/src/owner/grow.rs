@@ -193,7 +193,10 @@ impl Owner {
         let others = present.map(|client| client.slot).filter(|slot| *slot != pending.slot && pending.asked & 1 << slot == 0);
         let slack = others.map(|slot| {
             let live = self.control.live(slot, device).and_then(|cell| cell.read()).unwrap_or_default();
-            (slot, self.estate.share(slot, device).reserved.saturating_sub(live.allocated))
+            (slot, {
+                let share = self.estate.share(slot, device);
+                share.reserved.saturating_sub(share.adopted.saturating_add(live.allocated))
+            })
         });
         slack.filter(|(_, bytes)| *bytes >= unit).collect()
     }

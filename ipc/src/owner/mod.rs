@@ -5,8 +5,9 @@
 //! * `place`: its directory and socket. `link`: one connection. `process`: what the system says of a client.
 //! * `estate`: the books: devices, windows, chunks, admission. `rows`: the same in the control memory.
 //! * `hello`, `calls`: the conversation. `grow`, `share`, `channel`: the requests.
-//! * `liveness`, `burial`: how clients stop, die, and what becomes of what they leave.
+//! * `liveness`, `burial`, `adopt`: how clients stop, die, and what becomes of what they leave.
 
+mod adopt;
 mod burial;
 mod calls;
 mod channel;
@@ -110,6 +111,8 @@ pub struct Owner {
     channels: Vec<channel::Pending>,
     /// Highest DONE that somebody's hold names, of timelines whose client is gone.
     named_values: HashMap<u32, u64>,
+    /// Holds that shall outlive their producer: (producer, place).
+    adoptions: HashMap<(u32, u32), adopt::Adoption>,
     connections: u64,
     serials: u64,
     asks: u64,
@@ -165,6 +168,7 @@ impl Owner {
             grows,
             channels: Vec::new(),
             named_values: HashMap::new(),
+            adoptions: HashMap::new(),
             connections: 0,
             serials: 0,
             asks: 0,

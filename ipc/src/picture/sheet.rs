@@ -176,7 +176,9 @@ fn maps(sheet: &mut Sheet, picture: &Picture, device: &DeviceLedger, index: u32)
         sheet.bar((NAMED, top, extent as f64 * scale, high), "class=\"free\"", &addresses);
         for chunk in &map.chunks {
             let paint = match chunk.fate {
-                Fate::Held => format!("fill=\"{}\" class=\"edge\"", style::of_client(map.client)),
+                Fate::Held | Fate::Adopted => {
+                    format!("fill=\"{}\" class=\"edge\"", style::of_client(chunk.adopted_by.unwrap_or(map.client)))
+                }
                 Fate::Retired => "class=\"retired edge\"".to_owned(),
                 Fate::Orphaned => "class=\"orphaned edge\"".to_owned(),
             };
@@ -186,6 +188,7 @@ fn maps(sheet: &mut Sheet, picture: &Picture, device: &DeviceLedger, index: u32)
                 Fate::Held => "chunk",
                 Fate::Retired => "retired chunk",
                 Fate::Orphaned => "orphaned chunk",
+                Fate::Adopted => "adopted chunk",
             };
             let (bytes, offset) = (size(chunk.chunk.bytes), size(chunk.chunk.offset));
             let title = format!("{name}: {fate} of {bytes} at {offset}, epoch {}{by}", chunk.chunk.epoch);

@@ -19,6 +19,7 @@ fn client(slot: u32, name: &str, reserved: u64, allocated: u64) -> ClientLedger 
         chunks: 2,
         limit: 0,
         retired: 0,
+        adopted: 0,
         allocated,
         peak_allocated: allocated,
         blocks: 3,
@@ -55,7 +56,12 @@ fn ledger(clients: Vec<ClientLedger>) -> Ledger {
 
 fn picture() -> Picture {
     let ledger = ledger(vec![client(0, "parent", 2 * GIB, GIB), client(1, "<b>&\"evil\"", 4 * GIB, 3 * GIB)]);
-    let chunk = |epoch, fate| ChunkMap { chunk: Chunk { epoch, offset: (epoch - 1) * GIB, bytes: GIB }, fate, mapped_by: vec![1] };
+    let chunk = |epoch, fate| ChunkMap {
+        chunk: Chunk { epoch, offset: (epoch - 1) * GIB, bytes: GIB },
+        fate,
+        mapped_by: vec![1],
+        adopted_by: None,
+    };
     let chunks = vec![chunk(1, Fate::Held), chunk(2, Fate::Retired)];
     let windows = vec![WindowMap { window: 1, device: 0, client: 0, bytes: 32 * GIB, chunks }];
     let history = vec![(-2.0, self::ledger(vec![client(0, "parent", GIB, 0)])), (0.0, ledger.clone())];

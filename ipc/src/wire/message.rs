@@ -115,6 +115,8 @@ pub enum Fate {
     Retired,
     /// Left by a dead client, and still read by others.
     Orphaned,
+    /// Left by a dead client to one that had adopted it, under whose account it is.
+    Adopted,
 }
 
 /// One chunk as the owner keeps it.
@@ -127,6 +129,9 @@ pub struct ChunkMap {
     pub fate: Fate,
     /// Other clients that may map it, by slot.
     pub mapped_by: Vec<u32>,
+    /// The slot of the client under whose account it is, where that is not its window's.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub adopted_by: Option<u32>,
 }
 
 /// One window: a client's range of a device's address space, and what lies in it.
@@ -210,6 +215,16 @@ pub enum Request {
         window: u32,
         /// The chunks' epochs, at most [`MAX_FDS`](super::MAX_FDS).
         epochs: Vec<u64>,
+    },
+    /// A hold of the client's on another's bytes shall outlive that one: when it dies, the chunks that the hold touches are
+    /// this client's, under its account, until the hold is done. Answer: [`Answer::Done`].
+    Adopt {
+        /// Whose table the hold is in: a slot.
+        producer: u32,
+        /// Its place there.
+        index: u32,
+        /// Its life.
+        generation: u32,
     },
     /// Chunks of others that the client no longer maps. No answer.
     Unmapped {

@@ -285,6 +285,21 @@ impl Worker {
                 self.client.import_ready(import.import, Some(Duration::from_millis(words.or(10_000)?))).map_err(failed)?;
                 done
             }
+            "adopt" => {
+                let import = self.import(words.value()?)?;
+                self.client.adopt(import.import, Some(Duration::from_millis(words.or(10_000)?))).map_err(failed)?;
+                done
+            }
+            // By address: of an import, of a block, or any.
+            "adoptat" => {
+                let addr = match words.text()? {
+                    "import" => self.import(words.value()?)?.addr,
+                    "block" => self.block(words.value()?)?.0,
+                    _ => self.gates.base,
+                };
+                self.client.adopt_at(addr, Some(Duration::ZERO)).map_err(failed)?;
+                done
+            }
             "check" => {
                 let import = self.import(words.value()?)?;
                 let byte: u8 = words.value()?;

@@ -223,6 +223,7 @@ mod tests {
             chunks: 1,
             limit: 0,
             retired: 0,
+            adopted: 0,
             allocated,
             peak_allocated: allocated,
             blocks: 1,

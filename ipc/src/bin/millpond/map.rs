@@ -45,7 +45,7 @@ pub(crate) struct Args {
     /// Characters a line. Default: the terminal's width, or 100.
     #[arg(long, value_name = "N")]
     width: Option<usize>,
-    /// JSON: {"windows":[{"window","device","client","bytes","chunks":[{"epoch","offset","bytes","fate","mapped_by"}]}]}.
+    /// JSON: {"windows":[{"window","device","client","bytes","chunks":[{"epoch","offset","bytes","fate","mapped_by","adopted_by"?}]}]}.
     #[arg(long)]
     json: bool,
     #[command(flatten)]
@@ -115,7 +115,7 @@ fn picture(ledger: &Ledger, map: &WindowMap, width: usize, page: Option<u64>) ->
     let sum = |fate: Fate| map.chunks.iter().filter(|c| c.fate == fate).map(|c| c.chunk.bytes).sum::<u64>();
     let held = map.chunks.iter().filter(|c| c.fate == Fate::Held).count();
     text.push_str(&format!("  {held} chunks, {} reserved", size(sum(Fate::Held))));
-    for (fate, name) in [(Fate::Retired, "retired"), (Fate::Orphaned, "orphaned")] {
+    for (fate, name) in [(Fate::Retired, "retired"), (Fate::Orphaned, "orphaned"), (Fate::Adopted, "adopted by others")] {
         if sum(fate) > 0 {
             text.push_str(&format!(", {} {name}", size(sum(fate))));
         }
@@ -143,6 +143,7 @@ fn character(map: &WindowMap, from: u64, bytes: u64) -> char {
         None => '.',
         Some((_, c)) if c.fate == Fate::Retired => 'r',
         Some((_, c)) if c.fate == Fate::Orphaned => 'o',
+        Some((_, c)) if c.fate == Fate::Adopted => 'A',
         Some((n, _)) => LETTERS.get(n % LETTERS.len()).copied().unwrap_or('a'),
     }
 }
@@ -155,7 +156,8 @@ mod tests {
     const MIB: u64 = 1 << 20;
 
     fn map() -> WindowMap {
-        let chunk = |epoch, offset, bytes, fate| ChunkMap { chunk: Chunk { epoch, offset, bytes }, fate, mapped_by: Vec::new() };
+        let chunk =
+            |epoch, offset, bytes, fate| ChunkMap { chunk: Chunk { epoch, offset, bytes }, fate, mapped_by: Vec::new(), adopted_by: None };
         let chunks =
             vec![chunk(1, 0, 4 * MIB, Fate::Held), chunk(2, 8 * MIB, 6 * MIB, Fate::Held), chunk(3, 14 * MIB, 2 * MIB, Fate::Retired)];
         WindowMap { window: 1, device: 0, client: 0, bytes: 1 << 30, chunks }

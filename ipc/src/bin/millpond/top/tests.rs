@@ -18,6 +18,7 @@ fn client(slot: u32, name: &str, reserved: u64, allocated: u64) -> ClientLedger 
         chunks: 1,
         limit: 0,
         retired: 0,
+        adopted: 0,
         allocated,
         peak_allocated: allocated,
         blocks: 9,
