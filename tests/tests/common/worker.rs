@@ -48,6 +48,7 @@ pub(super) fn run() -> ! {
     if std::env::var("MILLPOND_TEST_EXIT").is_ok() {
         options.on_owner_death = OnOwnerDeath::Exit;
     }
+    options.host_waits = std::env::var("MILLPOND_TEST_HOST_WAITS").is_ok();
     let client = Client::attach(&options).unwrap();
     let driver = client.driver(Place::Host).unwrap();
     // SAFETY: a new anonymous mapping, which stays as long as the process.
