@@ -21,6 +21,27 @@ fn nothing_is_found_where_workers_die_all_the_time() {
     assert!(report.get("findings").is_none());
 }
 
+#[test]
+fn so_many_deaths_and_no_more_time_than_they_need() {
+    let output = stress(&["--workers", "4", "--seconds", "30", "--kills", "12"]);
+    let report = report(&output);
+    assert!(output.status.success(), "{report}");
+    assert!(report["kills"].as_u64().unwrap() >= 12 && report["seconds"].as_f64().unwrap() < 30.0, "{report}");
+    assert!(report["transfers"].as_u64() > report["kills"].as_u64(), "they died at work: {report}");
+}
+
+#[test]
+fn fewer_deaths_than_asked_is_a_failure_that_says_so() {
+    let output = stress(&["--workers", "2", "--seconds", "1", "--kills", "500", "--kill-every-ops", "100000"]);
+    let report = report(&output);
+    assert_eq!(
+        (output.status.code(), report["missed_kills"].as_u64()),
+        (Some(1), Some(500 - report["kills"].as_u64().unwrap())),
+        "{report}"
+    );
+    assert!(report["findings"].to_string().contains("fewer than asked"), "{report}");
+}
+
 /// Each fault is found, and by its name.
 #[cfg(feature = "faults")]
 fn is_found(fault: &str, field: &str, said: &str) {

@@ -19,6 +19,10 @@ find "$dest/python" -name __pycache__ -type d -prune -exec rm -rf {} +
 cp "$target/millpond" "$target/millpond-conformance" "$target/millpond-micro" "$dest/bin/"
 cp "$target/libmillpond_torch.so" "$dest/python/millpond/"
 cp -r tests/gpu "$dest/gpu"
+# Probes that need neither nvcc nor CUDA's headers, where a C++ compiler is.
+if command -v c++ > /dev/null; then
+    c++ -O2 -static-libstdc++ -static-libgcc -x c++ tests/gpu/probes/kill_probe.cu -o "$dest/bin/kill_probe" -ldl
+fi
 strip --strip-debug "$dest"/bin/* "$dest/python/millpond/libmillpond_torch.so"
 git rev-parse --short HEAD > "$dest/COMMIT" 2>/dev/null || echo unknown > "$dest/COMMIT"
 [ -z "$(git status --porcelain --untracked-files=no 2>/dev/null)" ] || echo "$(cat "$dest/COMMIT")-dirty" > "$dest/COMMIT"

@@ -11,9 +11,11 @@ import tempfile
 import time
 
 HERE = os.path.dirname(os.path.abspath(__file__))
-STAGES = "conformance micro torch bench demo".split()
+STAGES = "conformance micro stress torch bench demo".split()
+#: Only where --only names it: it has no room beside the others.
+APART = ["stress"]
 #: Seconds for each stage: (quick, full). What a stage leaves over goes to the later ones.
-LIMITS = {"conformance": (45, 75), "micro": (35, 110), "torch": (90, 230), "bench": (30, 110), "demo": (25, 45)}
+LIMITS = {"conformance": (45, 75), "micro": (35, 110), "stress": (40, 130), "torch": (90, 230), "bench": (30, 110), "demo": (25, 45)}
 TOTAL = (172, 528)
 FIRST_LINES = 30
 #: Of a line of figures on the screen; the log has all of it.
@@ -46,9 +48,11 @@ def parse():
     parser.add_argument("out", metavar="OUTDIR")
     parser.add_argument("--quick", action="store_true", help="the short form: at most 3 minutes")
     parser.add_argument("--driver", choices=("cuda", "host"), default="cuda")
-    parser.add_argument("--only", default=",".join(STAGES), help="stages, with commas between them")
+    usual = ",".join(stage for stage in STAGES if stage not in APART)
+    parser.add_argument("--only", default=usual, help=f"stages, with commas between them (default {usual}; beside them {', '.join(APART)})")
     parser.add_argument("--carry", help="what pack.sh laid out (default .carry of this checkout)")
     parser.add_argument("--input", help="demo: a safetensors file (default: random tensors of a small model's shapes)")
+    parser.add_argument("--fault", help="stress: break this on purpose (programs packed with CARGO_FLAGS='--features millpond-ipc/faults'); it must fail")
     parser.add_argument("--match", help="torch: only the tests whose names hold one of these, with commas between them")
     options = parser.parse_args()
     options.only = options.only.split(",")
@@ -208,6 +212,19 @@ class Runner:
         owner = ["--owner", os.path.join(self.bin, "millpond")]
         self.json_of("micro", [os.path.join(self.bin, "millpond-micro"), "--driver", self.options.driver, *owner, *self.quick()])
 
+    def stress(self):
+        kills, seconds = (25, 30) if self.options.quick else (100, 100)
+        command = [os.path.join(self.bin, "millpond"), "stress", "--driver", self.options.driver, "--workers", "4"]
+        command += ["--kills", str(kills), "--seconds", str(seconds), "--json"]
+        if self.options.fault:
+            command += ["--fault", self.options.fault]
+        found = self.last_line_of("stress", command)
+        if found is None:
+            return
+        found["figures"] = {key: found[key] for key in ("kills", "ops", "transfers", "seconds", "reclaim_ms", "release_us") if key in found}
+        if found.get("findings"):
+            found["error"] = "; ".join(found["findings"])
+
     def torch(self):
         command = [sys.executable, os.path.join(HERE, "torch_suite.py"), "--driver", self.options.driver, *self.quick()]
         if self.options.match:
@@ -228,17 +245,22 @@ class Runner:
                 self.results["demo"] = {"error": f"no weights: {type(e).__name__}: {e}"}
                 return
         command = [sys.executable, "-m", "millpond", "demo", "--driver", self.options.driver, "--input", path, "--json"]
-        out = os.path.join(self.work, "demo.json")
-        code, seconds = self.run("demo", ["sh", "-c", f"{shlex.join(command)} > {shlex.quote(out)}"])
-        if "demo" in self.results:
-            return
+        self.last_line_of("demo", command)
+
+    def last_line_of(self, stage, command):
+        """Runs a program whose last line on stdout is its results in JSON; None where it was not run."""
+        out = os.path.join(self.work, stage + ".json")
+        code, seconds = self.run(stage, ["sh", "-c", f"{shlex.join(command)} > {shlex.quote(out)}"])
+        if stage in self.results:
+            return None
         try:
             with open(out) as file:
                 found = json.loads(file.read().strip().splitlines()[-1])
         except (OSError, ValueError, IndexError) as e:
             found = {"error": f"no report: {e}; it said: {self.said()}"}
         found["exit_code"], found["stage_seconds"] = code, round(seconds, 1)
-        self.results["demo"] = found
+        self.results[stage] = found
+        return found
 
     def write(self):
         path = os.path.join(self.options.out, "results.json")
@@ -288,6 +310,8 @@ def headline(stage, found):
         return f"error: {str(found['error'])[:300]}"
     counts = ", ".join(f"{found[key]} {key}" for key in ("passed", "failed", "skipped") if key in found)
     late = ", OUT OF TIME" if found.get("out_of_time") else ""
+    if stage == "stress":
+        counts = ", ".join(f"{found.get(key)} {key}" for key in ("kills", "transfers", "corruptions", "hung", "leaked_bytes", "leaked_fds"))
     return f"{counts or ('verified' if found.get('verified') else '')} in {found.get('stage_seconds')} s{late}"
 
 
@@ -322,7 +346,7 @@ def short(value):
 def figures(results):
     """The figures that matter, one line each."""
     lines = []
-    for stage in ("micro", "torch", "bench"):
+    for stage in ("micro", "stress", "torch", "bench"):
         for name, value in (results.get(stage, {}).get("figures") or {}).items():
             lines.append(f"{stage}  {name}: {short(value)}")
     demo = results.get("demo", {})

@@ -3,6 +3,8 @@
 //! The counts come from outside: content is compared byte by byte, the ledger is an observer's, descriptors are those that
 //! `/proc` shows of the owner, and on the host device its memory is that of the files behind them.
 
+mod count;
+mod pace;
 mod report;
 mod rig;
 mod supervisor;
@@ -19,10 +21,15 @@ pub struct Options {
     pub cuda: bool,
     /// Workers at a time.
     pub workers: u32,
-    /// How long they work, in seconds.
+    /// How long they work at most, in seconds.
     pub seconds: u64,
-    /// A worker dies after so many of its operations on average; 0: none does.
-    pub kill_every_ops: u64,
+    /// A worker dies after so many of its operations on average; 0: none does. `None`: as often as `kills` needs, by how fast the
+    /// workers turn out to be.
+    pub kill_every_ops: Option<u64>,
+    /// The run ends after so many deaths.
+    pub kills: Option<u64>,
+    /// Processes kept ready to replace the dead, their contexts made: on a GPU coming up takes longer than living.
+    pub spares: u32,
     /// Where all numbers are drawn from.
     pub seed: u64,
     /// What is broken on purpose (test builds with the feature `faults`).

@@ -39,6 +39,11 @@ pub struct Report {
     pub leaked_fds: u64,
     /// Errors that the contract does not know.
     pub unexpected: u64,
+    /// Deaths that were to be and for which there was no time.
+    #[serde(skip_serializing_if = "is_zero")]
+    pub missed_kills: u64,
+    /// How long the workers worked, in seconds.
+    pub seconds: f64,
     /// From a process's end until nothing of it is left, its readers' part too, in milliseconds.
     pub reclaim_ms: Spread,
     /// From a process's end until those who waited for it are released, in microseconds.
@@ -48,11 +53,20 @@ pub struct Report {
     pub findings: Vec<String>,
 }
 
+#[allow(clippy::trivially_copy_pass_by_ref)] // as serde calls it
+const fn is_zero(count: &u64) -> bool {
+    *count == 0
+}
+
 impl Report {
     /// Whether all is as it should be.
     #[must_use]
     pub const fn is_clean(&self) -> bool {
-        self.corruptions == 0 && self.hung == 0 && self.leaked_bytes == 0 && self.leaked_fds == 0 && self.unexpected == 0
+        self.corruptions == 0
+            && self.hung == 0
+            && self.leaked_bytes == 0
+            && self.leaked_fds == 0
+            && self.unexpected + self.missed_kills == 0
     }
 
     pub(super) fn finding(&mut self, text: String) {

@@ -1,7 +1,7 @@
 //! The one who watches: starts the owner and the workers, replaces the dead, and counts from outside.
 
+use std::collections::{HashMap, VecDeque};
 use std::io::{BufRead, BufReader, Write};
-use std::os::fd::OwnedFd;
 use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdin, Command, Stdio};
@@ -9,22 +9,21 @@ use std::sync::mpsc::{channel, Receiver, Sender};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use millpond_allocator::timeline::POISON;
-use rustix::event::{poll, PollFd, PollFlags};
 use rustix::process::{kill_process, pidfd_open, Pid, PidfdFlags, Signal};
 
+use super::count::mourn;
+use super::pace::kill_every;
 use super::worker::MEANT;
 use super::{Options, Report, Spread};
-use crate::control::ClientState;
 use crate::observer::Observer;
 
 /// A worker that says nothing for so long hangs.
 const SILENCE: Duration = Duration::from_secs(30);
 /// How long the end of anything may take.
-const BOUND: Duration = Duration::from_secs(20);
+pub(super) const BOUND: Duration = Duration::from_secs(20);
 
 /// What the supervisor hears: of whom, and what.
-enum Heard {
+pub(super) enum Heard {
     Line(u64, String),
     /// Its output has ended.
     End(u64),
@@ -32,31 +31,39 @@ enum Heard {
     Buried(u64, Option<f64>, Option<f64>),
 }
 
-struct Life {
+pub(super) struct Life {
     id: u64,
     child: Child,
-    stdin: Option<ChildStdin>,
+    pub(super) stdin: Option<ChildStdin>,
     heard: Instant,
+    /// When it was attached.
+    since: Option<Instant>,
     ops: u64,
     transfers: u64,
     idle: bool,
-    over: bool,
+    pub(super) over: bool,
 }
 
-struct Supervisor<'a> {
-    options: &'a Options,
+pub(super) struct Supervisor<'a> {
+    pub(super) options: &'a Options,
     program: PathBuf,
     socket: PathBuf,
     key: String,
-    owner: Child,
-    observer: Arc<Observer>,
-    report: Report,
-    lives: Vec<Life>,
+    pub(super) owner: Child,
+    pub(super) observer: Arc<Observer>,
+    pub(super) report: Report,
+    pub(super) lives: Vec<Life>,
+    /// Started, and waiting for a place.
+    spares: VecDeque<Life>,
+    /// How long those worked that are dead, together.
+    worked: Duration,
     next: u64,
     sender: Sender<Heard>,
     reclaim: Vec<f64>,
-    release: Vec<f64>,
-    killed: Vec<u64>,
+    pub(super) release: Vec<f64>,
+    pub(super) killed: Vec<u64>,
+    /// What was measured of those whose end was not heard yet.
+    early: HashMap<u64, (f64, f64)>,
     draining: bool,
 }
 
@@ -83,15 +90,19 @@ pub fn run(options: &Options, program: &Path) -> Result<Report, String> {
         observer,
         report: Report::default(),
         lives: Vec::new(),
+        spares: VecDeque::new(),
+        worked: Duration::ZERO,
         next: 0,
         sender,
         reclaim: Vec::new(),
         release: Vec::new(),
         killed: Vec::new(),
+        early: HashMap::new(),
         draining: false,
     };
     let result = supervisor.work(&heard);
-    supervisor.lives.iter_mut().for_each(|life| drop(life.child.kill().and_then(|()| life.child.wait())));
+    let all = supervisor.lives.iter_mut().chain(&mut supervisor.spares);
+    all.for_each(|life| drop(life.child.kill().and_then(|()| life.child.wait())));
     let _ = supervisor.owner.kill();
     let _ = supervisor.owner.wait();
     // The socket's directory goes with an owner that ends by itself.
@@ -137,15 +148,24 @@ impl Supervisor<'_> {
         }
         let start = Instant::now();
         let mut shown = start;
-        while start.elapsed().as_secs() < self.options.seconds && self.report.is_clean() {
+        let enough = |report: &Report| self.options.kills.is_some_and(|kills| report.kills >= kills);
+        while start.elapsed().as_secs() < self.options.seconds && self.report.is_clean() && !enough(&self.report) {
             self.hear(heard, Duration::from_millis(50))?;
             if shown.elapsed() >= Duration::from_secs(2) {
                 shown = Instant::now();
                 self.show(start);
             }
         }
+        self.report.seconds = (start.elapsed().as_secs_f64() * 10.0).round() / 10.0;
         self.drain(heard)?;
-        self.finish(heard, fds)
+        self.finish(heard, fds)?;
+        let missed = self.options.kills.map_or(0, |kills| kills.saturating_sub(self.report.kills));
+        if missed > 0 && self.report.is_clean() {
+            self.report.missed_kills = missed;
+            let (kills, seconds) = (self.report.kills, self.options.seconds);
+            self.report.finding(format!("{kills} deaths in {seconds} s, {missed} fewer than asked: give it more time or more workers"));
+        }
+        Ok(())
     }
 
     fn show(&self, start: Instant) {
@@ -166,7 +186,36 @@ impl Supervisor<'_> {
         (self.report.ops + alive.0, self.report.transfers + alive.1)
     }
 
+    /// Puts a worker in a place: one that waits for it, or a new one.
     fn start(&mut self, place: u32) -> Result<(), String> {
+        let mut life = match self.spares.pop_front() {
+            Some(life) => life,
+            None => self.spawn()?,
+        };
+        let kill = if self.draining { 0 } else { kill_every(self.options, self.totals().0, self.worked_so_far()) };
+        life.heard = Instant::now();
+        if let Some(stdin) = &mut life.stdin {
+            // One that has ended meanwhile is noticed by its end.
+            let _ = writeln!(stdin, "be {place} {} {kill}", life.id);
+        }
+        let place = place as usize;
+        match self.lives.get_mut(place) {
+            Some(old) => *old = life,
+            None => self.lives.push(life),
+        }
+        while !self.draining && self.spares.len() < self.options.spares as usize {
+            let spare = self.spawn()?;
+            self.spares.push_back(spare);
+        }
+        Ok(())
+    }
+
+    fn worked_so_far(&self) -> Duration {
+        self.worked
+            + self.lives.iter().filter(|life| !life.over).filter_map(|life| life.since).map(|since| since.elapsed()).sum::<Duration>()
+    }
+
+    fn spawn(&mut self) -> Result<Life, String> {
         let id = self.next;
         self.next += 1;
         let mut command = Command::new(&self.program);
@@ -174,11 +223,9 @@ impl Supervisor<'_> {
             .arg("stress-worker")
             .env("MILLPOND_SOCKET", &self.socket)
             .env("MILLPOND_KEY", &self.key)
-            .env("MILLPOND_STRESS_ME", place.to_string())
             .env("MILLPOND_STRESS_WORKERS", self.options.workers.to_string())
-            .env("MILLPOND_STRESS_LIFE", id.to_string())
             .env("MILLPOND_STRESS_SEED", self.options.seed.to_string())
-            .env("MILLPOND_STRESS_KILL", if self.draining { 0 } else { self.options.kill_every_ops }.to_string())
+            .env("MILLPOND_STRESS_CUDA", u8::from(self.options.cuda).to_string())
             .stdin(Stdio::piped())
             .stdout(Stdio::piped());
         if let Some(fault) = &self.options.fault {
@@ -199,23 +246,14 @@ impl Supervisor<'_> {
             }
             let _ = sender.send(Heard::End(id));
         });
-        let life = Life { id, child, stdin, heard: Instant::now(), ops: 0, transfers: 0, idle: false, over: false };
-        let place = place as usize;
-        if place < self.lives.len() {
-            if let Some(old) = self.lives.get_mut(place) {
-                *old = life;
-            }
-        } else {
-            self.lives.push(life);
-        }
-        Ok(())
+        Ok(Life { id, child, stdin, heard: Instant::now(), since: None, ops: 0, transfers: 0, idle: false, over: false })
     }
 
     fn place_of(&self, id: u64) -> Option<usize> {
         self.lives.iter().position(|life| life.id == id)
     }
 
-    fn hear(&mut self, heard: &Receiver<Heard>, time: Duration) -> Result<(), String> {
+    pub(super) fn hear(&mut self, heard: &Receiver<Heard>, time: Duration) -> Result<(), String> {
         let mut next = heard.recv_timeout(time).ok();
         while let Some(one) = next {
             match one {
@@ -237,11 +275,16 @@ impl Supervisor<'_> {
     }
 
     fn line(&mut self, id: u64, line: &str) {
+        if self.spares.iter().any(|spare| spare.id == id) {
+            self.report.unexpected += 1;
+            return self.report.finding(format!("a spare worker: {line}"));
+        }
         let Some(place) = self.place_of(id) else { return };
         let (word, rest) = line.split_once(' ').unwrap_or((line, ""));
         let Some(life) = self.lives.get_mut(place) else { return };
         life.heard = Instant::now();
         match word {
+            "at" => life.since = Some(Instant::now()),
             "p" => {
                 let mut numbers = rest.split(' ').filter_map(|text| text.parse().ok());
                 (life.ops, life.transfers) = (numbers.next().unwrap_or(life.ops), numbers.next().unwrap_or(life.transfers));
@@ -271,17 +314,27 @@ impl Supervisor<'_> {
     }
 
     fn ended(&mut self, id: u64) -> Result<(), String> {
+        if let Some(at) = self.spares.iter().position(|spare| spare.id == id && !self.draining) {
+            self.report.unexpected += 1;
+            self.report.finding("a spare worker ended by itself".to_owned());
+            self.spares.remove(at).into_iter().for_each(|mut spare| drop(spare.child.wait()));
+            return Ok(());
+        }
         let Some(place) = self.place_of(id) else { return Ok(()) };
         let Some(life) = self.lives.get_mut(place).filter(|life| !life.over) else { return Ok(()) };
         let status = life.child.wait().map_err(|error| error.to_string())?;
         life.over = true;
+        self.worked += life.since.map_or(Duration::ZERO, |since| since.elapsed());
         self.report.ops += std::mem::take(&mut life.ops);
         self.report.transfers += std::mem::take(&mut life.transfers);
         let meant = matches!(status.signal(), Some(libc::SIGKILL | libc::SIGSEGV)) || status.code() == Some(MEANT);
         match (meant, status.success() && life.idle) {
-            (true, _) if self.options.kill_every_ops > 0 => {
+            (true, _) if self.options.kill_every_ops != Some(0) => {
                 self.report.kills += 1;
                 self.killed.push(id);
+                if let Some((released, reclaimed)) = self.early.remove(&id) {
+                    self.buried(id, Some(released), Some(reclaimed));
+                }
                 if !self.draining {
                     self.start(place as u32)?;
                 }
@@ -296,7 +349,9 @@ impl Supervisor<'_> {
     }
 
     fn buried(&mut self, id: u64, released: Option<f64>, reclaimed: Option<f64>) {
-        if !self.killed.contains(&id) && released.is_some() && reclaimed.is_some() {
+        if let (false, Some(released), Some(reclaimed)) = (self.killed.contains(&id), released, reclaimed) {
+            // It left in good order, or its end is heard later.
+            self.early.insert(id, (released, reclaimed));
             return;
         }
         match (released, reclaimed) {
@@ -315,6 +370,7 @@ impl Supervisor<'_> {
     /// Ends the work, and looks at the books when nobody uses anything.
     fn drain(&mut self, heard: &Receiver<Heard>) -> Result<(), String> {
         self.draining = true;
+        self.spares.iter_mut().for_each(|spare| drop(spare.stdin.take()));
         for life in &mut self.lives {
             if let Some(stdin) = &mut life.stdin {
                 let _ = writeln!(stdin, "drain");
@@ -331,127 +387,9 @@ impl Supervisor<'_> {
         }
         self.look_at_the_books()
     }
-
-    /// What the ledger says when nobody uses anything, beside what can be seen from outside.
-    fn look_at_the_books(&mut self) -> Result<(), String> {
-        let until = Instant::now() + Duration::from_secs(5);
-        loop {
-            let ledger = self.observer.ledger();
-            let mut wrong = Vec::new();
-            let mut bytes = 0;
-            for device in &ledger.devices {
-                let mut sum = device.retired + device.orphaned;
-                for client in &device.clients {
-                    sum += client.reserved;
-                    let said = client.allocated + client.leased_in + client.leased_out;
-                    if said > 0 && client.state == "alive" {
-                        bytes += said;
-                        wrong.push(format!(
-                            "the ledger says that {} uses {} bytes, lends {} and holds {}: it uses nothing",
-                            client.name, client.allocated, client.leased_out, client.leased_in
-                        ));
-                    }
-                }
-                if sum != device.reserved {
-                    bytes += sum.abs_diff(device.reserved);
-                    wrong.push(format!("the ledger's parts of {} are {sum} bytes, the whole {}", device.id, device.reserved));
-                }
-            }
-            let reserved: u64 = ledger.devices.iter().map(|device| device.reserved).sum();
-            if let Some(outside) = self.memory_of_owner().filter(|outside| *outside != reserved) {
-                bytes += outside.abs_diff(reserved);
-                wrong.push(format!("the ledger says {reserved} bytes, the owner's files have {outside}"));
-            }
-            if wrong.is_empty() {
-                return Ok(());
-            }
-            if Instant::now() > until {
-                self.report.leaked_bytes += bytes;
-                wrong.into_iter().for_each(|what| self.report.finding(what));
-                return Ok(());
-            }
-            std::thread::sleep(Duration::from_millis(20));
-        }
-    }
-
-    fn finish(&mut self, heard: &Receiver<Heard>, fds: usize) -> Result<(), String> {
-        self.lives.iter_mut().for_each(|life| drop(life.stdin.take()));
-        let until = Instant::now() + BOUND;
-        while self.lives.iter().any(|life| !life.over) || self.release.len() < self.killed.len() {
-            self.hear(heard, Duration::from_millis(20))?;
-            if Instant::now() > until {
-                let left = self.lives.iter().filter(|life| !life.over).count();
-                if left > 0 {
-                    self.report.hung += left as u64;
-                    self.report.finding(format!("{left} workers do not end"));
-                }
-                break;
-            }
-        }
-        let until = Instant::now() + Duration::from_secs(5);
-        loop {
-            let reserved: u64 = self.observer.ledger().devices.iter().map(|device| device.reserved).sum();
-            let more = self.fds_of_owner().saturating_sub(fds);
-            if (reserved, more) == (0, 0) {
-                return Ok(());
-            }
-            if Instant::now() > until {
-                self.report.leaked_bytes += reserved;
-                self.report.leaked_fds += more as u64;
-                self.report
-                    .finding(format!("nobody is left, {reserved} bytes are reserved, the owner has {more} descriptors more than before"));
-                return Ok(());
-            }
-            std::thread::sleep(Duration::from_millis(10));
-        }
-    }
-
-    fn fds_of_owner(&self) -> usize {
-        std::fs::read_dir(format!("/proc/{}/fd", self.owner.id())).map_or(0, Iterator::count)
-    }
-
-    /// Bytes of the chunks' files that the owner has open. On a GPU they are not files.
-    fn memory_of_owner(&self) -> Option<u64> {
-        if self.options.cuda {
-            return None;
-        }
-        let fds = std::fs::read_dir(format!("/proc/{}/fd", self.owner.id())).ok()?;
-        let size = |entry: std::fs::DirEntry| {
-            let target = std::fs::read_link(entry.path()).ok()?;
-            let target = target.to_string_lossy();
-            let chunk = target.contains("memfd:") && !target.contains("millpond-control");
-            chunk.then(|| entry.path().metadata().map(|data| data.len()).ok()).flatten()
-        };
-        Some(fds.filter_map(Result::ok).filter_map(size).sum())
-    }
 }
 
 fn slot_of(line: &str) -> Option<(u32, u64)> {
     let (slot, serial) = line.strip_prefix("at ")?.split_once(' ')?;
     Some((slot.parse().ok()?, serial.parse().ok()?))
-}
-
-/// Waits for a process to end, and measures what follows in the control memory.
-fn mourn(observer: Arc<Observer>, sender: Sender<Heard>, id: u64, pidfd: OwnedFd, slot: u32, serial: u64) {
-    std::thread::spawn(move || {
-        while poll(&mut [PollFd::new(&pidfd, PollFlags::IN)], None).is_err() {}
-        let gone = Instant::now();
-        let control = observer.control();
-        let until = |condition: &dyn Fn() -> bool, pause: Duration| {
-            while !condition() {
-                if gone.elapsed() > BOUND {
-                    return None;
-                }
-                std::thread::sleep(pause);
-            }
-            Some(gone.elapsed().as_secs_f64())
-        };
-        let row = || control.client(slot).and_then(|cell| cell.read());
-        let another = || row().is_some_and(|row| row.serial != serial);
-        let poisoned = || control.timelines(slot).and_then(|words| words.last()).is_some_and(|word| word.value() >= POISON);
-        let released = until(&|| poisoned() || another(), Duration::from_micros(20));
-        let vacated = || row().is_some_and(|row| row.serial != serial || ClientState::from_word(row.state) == ClientState::Gone);
-        let reclaimed = until(&vacated, Duration::from_micros(200));
-        let _ = sender.send(Heard::Buried(id, released.map(|s| s * 1e6), reclaimed.map(|s| s * 1e3)));
-    });
 }

@@ -8,7 +8,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use millpond_allocator::driver::Stream;
+use millpond_allocator::driver::cuda::CudaPlatform;
+use millpond_allocator::driver::{Driver, DriverError, Platform, Stream};
 use parking_lot::Mutex;
 use rustix::event::{poll, PollFd, PollFlags, Timespec};
 use serde::{Deserialize, Serialize};
@@ -79,9 +80,28 @@ fn number(name: &str) -> Result<u64, String> {
     std::env::var(name).ok().and_then(|text| text.parse().ok()).ok_or_else(|| format!("{name} is not set: this is for millpond stress"))
 }
 
+/// Makes the context that this process will work in: that takes longer than all the rest.
+fn warm_up() -> Result<Option<Arc<dyn Driver>>, DriverError> {
+    let platform = CudaPlatform::load()?;
+    let Some(first) = platform.devices()?.into_iter().next() else { return Ok(None) };
+    let driver = platform.open(first.id)?;
+    driver.attach_context()?;
+    Ok(Some(driver))
+}
+
+/// Waits to be told its place, its life's number and how often its like die. `None`: it is not needed.
+fn told() -> Option<[u64; 3]> {
+    let mut line = String::new();
+    std::io::stdin().read_line(&mut line).ok()?;
+    let mut numbers = line.strip_prefix("be ")?.split_whitespace().map(|text| text.parse().ok());
+    Some([numbers.next()??, numbers.next()??, numbers.next()??])
+}
+
 fn start() -> Result<(), String> {
-    let (me, workers, life) = (number("MILLPOND_STRESS_ME")?, number("MILLPOND_STRESS_WORKERS")?, number("MILLPOND_STRESS_LIFE")?);
-    let (seed, kill_every) = (number("MILLPOND_STRESS_SEED")?, number("MILLPOND_STRESS_KILL")?);
+    let (workers, seed) = (number("MILLPOND_STRESS_WORKERS")?, number("MILLPOND_STRESS_SEED")?);
+    // Kept as long as the process: the context lives with it.
+    let _warm = (number("MILLPOND_STRESS_CUDA")? == 1).then(warm_up).transpose().map_err(|error| error.to_string())?;
+    let Some([me, life, kill_every]) = told() else { return Ok(()) };
     let var = |name: &str| std::env::var(name).map_err(|_| format!("{name} is not set"));
     let options = Options::new(var("MILLPOND_SOCKET")?.into(), var("MILLPOND_KEY")?, format!("w{me}"));
     let text = |error: Error| format!("{} {error}", error.code());

@@ -18,7 +18,8 @@ enum Driver {
 #[command(after_help = "\
 Exit codes: 0 nothing wrong, 1 something (the last line says what), 2 it could not start.
 Example:
-  $ millpond stress --driver host --workers 8 --seconds 30 --kill-every-ops 2000 --json")]
+  $ millpond stress --driver host --workers 8 --seconds 30 --kill-every-ops 2000 --json
+  $ millpond stress --driver cuda --workers 4 --kills 100 --json      a hundred deaths, spread over 100 s")]
 pub(crate) struct Args {
     /// Which device.
     #[arg(long, value_enum, default_value_t = Driver::Host)]
@@ -26,12 +27,19 @@ pub(crate) struct Args {
     /// Workers at a time, 2 to 32.
     #[arg(long, default_value_t = 4, value_parser = clap::value_parser!(u32).range(2..=32))]
     workers: u32,
-    /// How long they work.
-    #[arg(long, default_value_t = 10)]
-    seconds: u64,
-    /// A worker dies after so many of its operations on average; 0: none does.
-    #[arg(long, default_value_t = 2_000)]
-    kill_every_ops: u64,
+    /// How long they work [default: 10; with --kills: 100, at most].
+    #[arg(long)]
+    seconds: Option<u64>,
+    /// A worker dies after so many of its operations on average; 0: none does [default: 2000; with --kills: as many as spread the
+    /// deaths over most of the time, by how fast the workers turn out to be].
+    #[arg(long)]
+    kill_every_ops: Option<u64>,
+    /// End after so many deaths; fewer in the time is a failure.
+    #[arg(long, value_parser = clap::value_parser!(u64).range(1..))]
+    kills: Option<u64>,
+    /// Processes kept ready to replace the dead [default: half of the workers; on a GPU as many].
+    #[arg(long, value_parser = clap::value_parser!(u32).range(0..=32))]
+    spares: Option<u32>,
     /// Where all numbers are drawn from: what is done, and at which operation who dies.
     #[arg(long, default_value_t = 1)]
     seed: u64,
@@ -60,8 +68,10 @@ pub(crate) fn run(args: &Args) -> ExitCode {
     let options = Options {
         cuda: matches!(args.driver, Driver::Cuda),
         workers: args.workers,
-        seconds: args.seconds,
+        seconds: args.seconds.unwrap_or(if args.kills.is_some() { 100 } else { 10 }),
         kill_every_ops: args.kill_every_ops,
+        kills: args.kills,
+        spares: args.spares.unwrap_or(if matches!(args.driver, Driver::Cuda) { args.workers } else { args.workers / 2 }),
         seed: args.seed,
         fault: args.fault(),
     };
