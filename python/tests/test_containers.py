@@ -67,7 +67,8 @@ arena.close()
 """
 
 #: A box has its own PIDs, IPC and /dev/shm; of /tmp it sees the owner's folder alone.
-BOX = ["unshare", "--pid", "--ipc", "--uts", "--mount", "--fork", "--kill-child", "--mount-proc", "sh", "-c"]
+BOX = ["unshare", *(["--user", "--map-root-user"] if os.getuid() else []), "--pid", "--ipc", "--uts", "--mount", "--fork"]
+BOX += ["--kill-child", "--mount-proc", "sh", "-c"]
 ENTER = 'mount -t tmpfs none /dev/shm; exec "$@"'
 
 

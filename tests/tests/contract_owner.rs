@@ -90,3 +90,50 @@ fn an_owner_that_is_stopped_is_not_taken_for_dead() {
     b.ok(&format!("recv {ba}"));
     assert_eq!(b.number("owner"), 1);
 }
+
+/// Processes in PID namespaces of their own: the number that a client has for itself is another's, or nobody's, elsewhere.
+#[test]
+fn a_client_in_another_pid_namespace_dies_as_any_other() {
+    if !common::boxes_work() {
+        return;
+    }
+    let arena = Arena::new();
+    let (mut a, mut b) = (arena.boxed("a"), arena.boxed("b"));
+    let (ab, ba) = link(&mut a, &mut b);
+    a.ok(&format!("alloc {MIB} 1"));
+    a.ok("stall 1");
+    a.ok("fill 0 1 1");
+    a.ok(&format!("send {ab} 0 1"));
+    b.ok(&format!("recv {ba} 1"));
+    b.ask("ready 0 60000");
+    a.die("kill");
+    assert!(b.answer().starts_with("err PeerDied"));
+    b.ok("sync 1");
+    b.ok("release 0");
+    b.ok(&format!("close {ba}"));
+    arena.settles_at(0);
+    eventually("the dead one is gone", || arena.row("a").is_none());
+}
+
+#[test]
+fn without_an_owner_a_peer_in_another_pid_namespace_is_watched_by_those_that_import_from_it() {
+    if !common::boxes_work() {
+        return;
+    }
+    let mut arena = Arena::new();
+    let (mut a, mut b) = (arena.boxed("a"), arena.boxed("b"));
+    let (ab, ba) = link(&mut a, &mut b);
+    a.ok(&format!("alloc {MIB} 1"));
+    a.ok("stall 1");
+    a.ok("fill 0 1 1");
+    a.ok(&format!("send {ab} 0 1"));
+    b.ok(&format!("recv {ba} 1"));
+    arena.owner.signal(libc::SIGKILL);
+    arena.owner.wait();
+    eventually("the owner's death is seen", || b.number("owner") == 0);
+    b.fails("Timeout", "ready 0 50");
+    assert_eq!(b.number("idle 1"), 0);
+    a.die("kill");
+    b.ok("sync 1");
+    b.fails("PeerDied", "ready 0");
+}

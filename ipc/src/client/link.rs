@@ -10,6 +10,7 @@ use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
 use rustix::net::{connect, shutdown, socket_with, AddressFamily, Shutdown, SocketAddrUnix, SocketFlags, SocketType};
+use rustix::process::{getpid, pidfd_open, PidfdFlags};
 
 use super::error::Error;
 use crate::wire::{send_frame, Answer, Ask, FrameError, FrameReader, FromClient, FromOwner, Hello, Request, Welcome};
@@ -92,8 +93,12 @@ impl Link {
             ),
             error => error.into(),
         };
-        let body = serde_json::to_vec(hello).map_err(|error| Error::Internal(error.to_string()))?;
-        send_frame(socket.as_fd(), &body, &[], Some(timeout)).map_err(gone)?;
+        // An owner in another PID namespace sees no number of this process, and before Linux 6.5 the kernel gives it no pidfd.
+        let own = pidfd_open(getpid(), PidfdFlags::empty()).ok();
+        let own: Vec<_> = own.iter().map(AsFd::as_fd).collect();
+        let hello = Hello { fds: own.len(), ..hello.clone() };
+        let body = serde_json::to_vec(&hello).map_err(|error| Error::Internal(error.to_string()))?;
+        send_frame(socket.as_fd(), &body, &own, Some(timeout)).map_err(gone)?;
         let mut reader = FrameReader::default();
         let frame = reader.read_frame(socket.as_fd(), Some(timeout), false).map_err(gone)?;
         match serde_json::from_slice(&frame).map_err(|error| Error::Protocol(format!("the owner's first frame: {error}")))? {

@@ -114,7 +114,8 @@ fn pidfd_of(row: &ClientRow) -> Option<OwnedFd> {
     let stat = std::fs::read_to_string(format!("/proc/{}/stat", row.pid)).ok()?;
     let (_, fields) = stat.rsplit_once(')')?;
     let started: u64 = fields.split_ascii_whitespace().nth(19)?.parse().ok()?;
-    (row.start_time == 0 || started == row.start_time).then_some(pidfd)
+    // Zero: the number is that of a process in another namespace, and here some other's.
+    (started == row.start_time).then_some(pidfd)
 }
 
 fn has_ended(pidfd: &OwnedFd) -> bool {

@@ -59,9 +59,24 @@ fn owner() {
     std::process::exit(0);
 }
 
+/// Starts what follows in user and PID namespaces of its own.
+const BOX: [&str; 6] = ["unshare", "--user", "--map-root-user", "--pid", "--fork", "--kill-child"];
+
+/// Whether [`Arena::boxed`] works here; says so where it does not.
+pub fn boxes_work() -> bool {
+    let work = Command::new(BOX[0]).args(&BOX[1..]).arg("true").stderr(Stdio::null()).status().is_ok_and(|status| status.success());
+    if !work {
+        eprintln!("skipped: unshare --user --pid is refused here");
+    }
+    work
+}
+
 /// This program in a role, without what surrounds the tests of the parent.
 fn again(role: &str) -> Command {
-    let mut command = Command::new(std::env::current_exe().unwrap());
+    again_by(Command::new(std::env::current_exe().unwrap()), role)
+}
+
+fn again_by(mut command: Command, role: &str) -> Command {
     command.args(["--exact", "role", "--nocapture", "--test-threads=1"]).env("MILLPOND_TEST_ROLE", role);
     command.env_remove("MILLPOND_SOCKET").env_remove("MILLPOND_KEY");
     command.stdin(Stdio::piped()).stdout(Stdio::piped());
@@ -142,7 +157,17 @@ impl Arena {
     }
 
     pub fn worker_with(&self, name: &str, vars: &[(&str, &str)]) -> Worker {
-        let mut command = again("worker");
+        self.worker_by(again("worker"), name, vars)
+    }
+
+    /// A worker in user and PID namespaces of its own; killing it kills what surrounds it too.
+    pub fn boxed(&self, name: &str) -> Worker {
+        let mut command = Command::new(BOX[0]);
+        command.args(&BOX[1..]).arg(std::env::current_exe().unwrap());
+        self.worker_by(again_by(command, "worker"), name, &[])
+    }
+
+    fn worker_by(&self, mut command: Command, name: &str, vars: &[(&str, &str)]) -> Worker {
         command.env("MILLPOND_TEST_NAME", name).env("MILLPOND_SOCKET", &self.socket).env("MILLPOND_KEY", &self.key);
         command.envs(vars.iter().copied());
         let worker = Worker { said: Said::start(command), name: name.to_owned() };
