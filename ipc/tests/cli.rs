@@ -235,12 +235,13 @@ fn what_is_wrong_is_said_in_one_line() {
 
 #[test]
 fn a_bench_says_where_it_ran_and_what_it_saw() {
-    let output = Command::new(program()).args(["bench", "ledger", "handoff", "reclaim", "--quick", "--json"]).output().unwrap();
+    let output = Command::new(program()).args(["bench", "ledger", "handoff", "lease", "reclaim", "--quick", "--json"]).output().unwrap();
     let value: Value = serde_json::from_str(&text(&output)).unwrap();
     assert!(value["machine"]["kernel"].is_string() && value["machine"]["cores"].as_u64() > Some(0), "{value}");
     let figure = &value["figures"]["ledger"]["snapshot of 64 clients"];
     let at = |key: &str| figure[key].as_u64().unwrap();
     assert!(at("p50") > 100 && at("p50") <= at("p99") && at("p99") <= at("max") && at("n") == 2000, "{figure}");
+    assert!(value["figures"]["lease"]["a whole life, less the message"]["ns"].as_u64().unwrap() > 100, "{value}");
     assert!(value["figures"]["handoff"]["1.00 GiB there and back"]["p50"].as_u64().unwrap() > 100, "{value}");
     assert_eq!(value["failed"], serde_json::json!({}));
 }

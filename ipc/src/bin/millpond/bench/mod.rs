@@ -1,6 +1,7 @@
 //! `millpond bench`: what this machine does, measured the same way each time. Every part runs against an owner of its own.
 
 mod handoff;
+mod lease;
 mod ledger;
 mod machine;
 mod malloc;
@@ -22,6 +23,7 @@ Example: everything on CPU memory; hand-offs and growth of the first GPU, as JSO
 
   malloc   allocate and free in a warm heap: sizes, threads, a live set
   handoff  one tensor to another process and back, by size; first use of a peer's memory
+  lease    what one tensor costs the CPU from its send until its block is free again, without the message
   growth   from a malloc that must grow to a pointer, and giving it back
   reclaim  memory that another client holds but does not use: from asking to having it
   ledger   a snapshot of 64 clients from shared memory
@@ -58,6 +60,7 @@ pub(crate) struct Args {
 enum Part {
     Malloc,
     Handoff,
+    Lease,
     Growth,
     Reclaim,
     Ledger,
@@ -112,6 +115,7 @@ fn measure(part: Part, plan: &Plan<'_>) -> Figures {
     match part {
         Part::Malloc => malloc::measure(plan),
         Part::Handoff => handoff::measure(plan),
+        Part::Lease => lease::measure(plan),
         Part::Growth => malloc::growth(plan),
         Part::Reclaim => reclaim::measure(plan),
         Part::Ledger => ledger::measure(plan),
@@ -129,7 +133,7 @@ pub(crate) fn run(args: &Args) -> ExitCode {
             }
         };
     }
-    let all = [Part::Malloc, Part::Handoff, Part::Growth, Part::Reclaim, Part::Ledger, Part::Trace];
+    let all = [Part::Malloc, Part::Handoff, Part::Lease, Part::Growth, Part::Reclaim, Part::Ledger, Part::Trace];
     let parts = if args.parts.is_empty() { all.as_slice() } else { &args.parts };
     let plan = Plan { driver: args.driver, quick: args.quick, traces: &args.trace };
     let machine = machine::header(args.driver.name());

@@ -143,7 +143,7 @@ impl Party {
     }
 
     /// Maps what came, ordered on our stream (on the host: when it is ready).
-    fn open(&self, incoming: &Incoming) -> Result<u64, String> {
+    pub(super) fn open(&self, incoming: &Incoming) -> Result<u64, String> {
         self.client.open_import(incoming.import, self.gpu.then_some(self.stream), false, Some(PATIENCE)).map_err(text)
     }
 }

@@ -25,6 +25,11 @@ impl Sample {
         self.0.add(&other.0).map_err(|error| error.to_string())
     }
 
+    /// Half of them took no longer, in nanoseconds.
+    pub(super) fn median(&self) -> u64 {
+        self.0.value_at_quantile(0.5)
+    }
+
     /// Percentiles in nanoseconds.
     pub(super) fn json(&self) -> Value {
         let at = |share| self.0.value_at_quantile(share);
