@@ -263,6 +263,36 @@ fn one_that_passes_on_may_die_anywhere() {
     }
 }
 
+/// A crash blocks no restart, and leaves nothing that adds up.
+#[test]
+fn a_worker_is_killed_and_started_again_a_hundred_times() {
+    let arena = Arena::new();
+    let mut a = arena.worker("a");
+    let mut before = (0, 0, 0);
+    for n in 0..100_u64 {
+        let mut b = arena.worker("b");
+        let (ab, ba) = link(&mut a, &mut b);
+        let block = a.number("alloc 4096");
+        a.ok(&format!("fill {block} {}", n % 251));
+        a.ok(&format!("send {ab} {block}"));
+        if n % 2 == 0 {
+            b.ok(&format!("recv {ba}"));
+            b.ok(&format!("check 0 {}", n % 251));
+        }
+        b.die("kill");
+        a.ok(&format!("close {ab}"));
+        a.ok(&format!("free {block}"));
+        eventually("its hold is done", || a.number("leases") == 0);
+        if n == 9 {
+            eventually("it is gone", || arena.row("b").is_none());
+            before = (a.number("fds"), a.number("vm"), fds_of(arena.owner.pid()));
+        }
+    }
+    eventually("the last is gone", || arena.row("b").is_none());
+    let after = (a.number("fds"), a.number("vm"), fds_of(arena.owner.pid()));
+    assert!(after.0 <= before.0 && after.1 <= before.1 + 4096 && after.2 <= before.2, "{before:?}, then {after:?}");
+}
+
 #[test]
 fn the_dead_take_their_addresses_with_them() {
     let arena = Arena::new();
