@@ -2,6 +2,7 @@
 
 import os
 import platform
+import re
 import signal
 import subprocess
 import sys
@@ -74,3 +75,22 @@ def test_transfers_where_no_process_may_take_a_descriptor_out_of_another():
     env = dict(os.environ, WORKER="import ctypes\nlibc = ctypes.CDLL(None)\n" + WORKER)
     done = subprocess.run([sys.executable, "-c", locked + PARENT], env=env, timeout=60, stderr=subprocess.PIPE, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_every_test_that_the_table_names_is_there():
+    root = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "..")
+    table = os.path.join(root, "tests", "README.md")
+    if not os.path.exists(table):
+        pytest.skip("not a checkout")
+    with open(table) as f:
+        rows = [line for line in f if line.startswith("|")][2:]
+    named = {name for row in rows for name in re.findall(r"`(\w+)`", "|".join(row.split("|")[3:])) if "_" in name}
+    assert len(rows) == 23 and len(named) > 40
+    there = set()
+    for folder in ("allocator", "ipc", "tests", "torch-plugin", "python/tests"):
+        for path, _, files in os.walk(os.path.join(root, folder)):
+            for name in files:
+                if name.endswith((".rs", ".py")):
+                    with open(os.path.join(path, name)) as f:
+                        there.update(re.findall(r"^\s*(?:fn|def) (\w+)", f.read(), re.M))
+    assert not named - there
