@@ -89,3 +89,28 @@ fn a_context_that_dies_is_reported_and_its_waiters_are_released() {
     a.die("kill");
     arena.settles_at(0);
 }
+
+#[test]
+fn one_wait_serves_a_message() {
+    let arena = Arena::new();
+    // A second wait of the receiver's would fail.
+    let (mut a, mut b) = (arena.worker("a"), arena.worker_with("b", &[("MILLPOND_HOST_FAIL", "wait_value:2:999")]));
+    let (ab, ba) = link(&mut a, &mut b);
+    a.ok("alloc 4096 1");
+    a.ok("stall 1");
+    a.ok("fill 0 9 1");
+    a.ok(&format!("sendmany {ab} 0 20 1"));
+    let imports = b.ok(&format!("recv {ba} 1"));
+    assert_eq!(imports.split_whitespace().count(), 20);
+    assert_eq!(b.number("idle 1"), 0);
+    a.ok("go 1");
+    b.ok("sync 1");
+    for n in 0..20 {
+        b.ok(&format!("check {n} 9"));
+        b.ok(&format!("release {n}"));
+    }
+    // What comes later is waited for again.
+    a.ok("stall 1");
+    a.ok(&format!("send {ab} 0 1"));
+    b.fails("DriverUnavailable", &format!("recv {ba} 1"));
+}

@@ -222,6 +222,14 @@ impl Worker {
                 let read_only = words.or(String::new())? == "ro";
                 self.send(channel, &[Outgoing { addr, bytes, place: host, stream, import: None, read_only }], 5_000)
             }
+            // One block so often in one message.
+            "sendmany" => {
+                let channel = words.value()?;
+                let (addr, bytes) = self.block(words.value()?)?;
+                let count: usize = words.value()?;
+                let stream = self.maybe_stream(words)?;
+                self.send(channel, &vec![Outgoing { addr, bytes, place: host, stream, import: None, read_only: false }; count], 5_000)
+            }
             "sendpart" => {
                 let channel = words.value()?;
                 let (addr, _) = self.block(words.value()?)?;
