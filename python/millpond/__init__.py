@@ -16,7 +16,7 @@ from . import _native, _ref, _session, tiers
 from ._calls import cancelled, check_cancelled
 from ._ledger import ledger, read_ledger, scope
 from ._ref import Ref
-from ._session import attach, connection, detach
+from ._session import attach, connect, connection, detach
 from ._tickets import cancel_ticket, redeem, ticket
 from ._types import register
 from .arena import Arena, adopt, record_stream, wait_done

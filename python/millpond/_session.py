@@ -79,6 +79,21 @@ def connection(timeout=30.0):
         return _connection
 
 
+def connect(peer, timeout=30.0):
+    """A channel of its own between two workers, without the parent: both ask for it, each by the other's name, in any order; a new
+    one at every call. `Timeout` where the other does not ask in time."""
+    from . import canary
+    from .channel import Channel
+
+    mine = info()["client"]
+    answer = _native.in_slices(lambda ms: _native.control("connect", peer=str(peer), timeout_ms=ms), timeout)
+    found = answer.get("peer", {})
+    channel = Channel(answer["channel"], found)
+    # One of the two begins: any rule will do that both know.
+    canary.greet(channel, "parent" if mine < found.get("client", 0) else "worker", timeout)
+    return channel
+
+
 def default_device():
     """The device that new values are made on: the first GPU, or the host (-1)."""
     gpus = [d["ordinal"] for d in info().get("devices", ()) if d["ordinal"] != -1]
