@@ -10,7 +10,7 @@
 //! * `survey`: what a device is, and what it lacks.
 //! * `context`: the primary context, and what a thread's state is put back to.
 //! * `handles`: the physical memory that a driver holds.
-//! * `platform`, `driver`: the seam's two traits.
+//! * `platform`, `driver`: the seam's two traits; `sharing`: its third, for memory that is not the arena's.
 //!
 //! cudarc supplies struct layouts and constants, and nothing that runs.
 
@@ -21,6 +21,7 @@ mod handles;
 mod library;
 mod origin;
 mod platform;
+mod sharing;
 mod survey;
 
 #[cfg(test)]
