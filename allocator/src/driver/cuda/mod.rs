@@ -25,6 +25,8 @@ mod sharing;
 mod survey;
 
 #[cfg(test)]
+mod sharing_tests;
+#[cfg(test)]
 mod stub;
 #[cfg(test)]
 mod tests;
