@@ -4,17 +4,18 @@ import base64
 import json
 import sys
 
-from . import _dtypes, _memory, _native, _ref, _session, _streams, _types, errors
+from . import _dtypes, _foreign, _memory, _native, _pinned, _ref, _session, _streams, _types, errors
 
 
 class Received:
     """A message as it came. It holds its imports: dropped without being decoded, it lets them go."""
 
-    __slots__ = ("header", "body", "memories", "sender", "refused")
+    __slots__ = ("header", "body", "memories", "sender", "refused", "peer")
 
-    def __init__(self, text, tensors, sender):
+    def __init__(self, text, tensors, sender, peer=None):
         self.header, self.body = _split(text)
         self.sender = sender
+        self.peer = peer  # the sender's serial, where it came by a channel
         self.refused = None
         self.memories = [
             _memory.Memory(handle, _native.KIND_IMPORT, address, nbytes, device, flags, stream, bool(flags & _native.READY))
@@ -32,7 +33,7 @@ class Received:
             raise errors.Refused(f"a value was sent on a tier that does not work: {self.refused}")
         if '"$"' not in self.body:
             return json.loads(self.body)
-        decoder = _Decoder(memories, lazy)
+        decoder = _Decoder(memories, lazy, self.peer)
         try:
             return json.JSONDecoder(object_hook=decoder.hook).decode(self.body)
         except errors.Error:
@@ -58,10 +59,11 @@ def _split(text):
 
 
 class _Decoder:
-    __slots__ = ("memories", "lazy", "import_torch")
+    __slots__ = ("memories", "lazy", "import_torch", "peer")
 
-    def __init__(self, memories, lazy):
+    def __init__(self, memories, lazy, peer=None):
         self.memories = memories
+        self.peer = peer
         self.lazy = lazy
         self.import_torch = "torch" in sys.modules or not _streams.gpus()
 
@@ -111,8 +113,13 @@ class _Decoder:
         torch = _streams.torch_cuda()
         if torch is None or self.lazy or not isinstance(value, torch.Tensor):
             return value
-        known = _session.ordinal_of(device_id) if device_id else None
-        return value.to(f"cuda:{torch.cuda.current_device() if known is None else known}")
+        known = _session.ordinal_of(device_id) if device_id else torch.cuda.current_device()
+        nbytes = value.numel() * value.element_size()
+        if nbytes >= _pinned.LEAST and value.is_contiguous():
+            target = torch.empty_like(value, device=f"cuda:{known}")
+            if _pinned.copy(known, target.data_ptr(), value.data_ptr(), nbytes) is not None:
+                return target
+        return value.to(f"cuda:{known}")
 
     @staticmethod
     def bytes(kind, memory, offset, nbytes):
@@ -132,6 +139,7 @@ def _scalar(decoder, node):
 _TAGS = {
     "t": _Decoder.tensor,
     "v": _Decoder.tensor,
+    "x": _foreign.decode,
     "g": lambda d, node: d.put_back(node[1], node[2]),
     "u": lambda d, node: tuple(node[1]),
     "d": lambda d, node: {key: value for key, value in node[1]},

@@ -4,7 +4,7 @@ import atexit
 import os
 import re
 
-from . import _ledger, _native, _owner, _ref, _session, _streams, canary, errors
+from . import _foreign, _ledger, _native, _owner, _ref, _session, _streams, canary, errors
 from .channel import Channel
 
 _UNITS = {"": 1, "b": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
@@ -204,7 +204,7 @@ def record_stream(value, stream):
     """A received value is also used on this stream: it is not done before that stream's work so far."""
     address, _ = address_of(value)
     if address:
-        _native.record_stream(address, _streams.handle(stream))
+        _native.record_stream(_foreign.companion(address) or address, _streams.handle(stream))
 
 
 def address_of(value):

@@ -45,8 +45,8 @@ def gpu(monkeypatch, pair):
 
     def host(e, ref):
         data = ctypes.string_at(ref._memory.address, ref.nbytes)
-        e.out.hosted += 1
-        e.out.falls.append((None, len(data)))
+        e.out.went_by_host("host", len(data))
+        e.out.falls.append(("arena", "host", None, len(data)))
         hosted.append(data)
         return _tree._bytes(e, data * 32, 0)
 
@@ -201,7 +201,7 @@ def test_tiers_are_counted(conn):
     conn.call("hash", other, timeout=30)
     conn.call("echo", [b"small", np.float32(2), "text"], timeout=30)
     after = conn.tiers
-    assert {k: after[k] - before[k] for k in after} == {"arena": 1, "copy": 1, "host": 0, "inline": 2}
+    assert {k: after[k] - before[k] for k in after} == {"arena": 1, "copy": 1, "pool": 0, "ipc": 0, "pinned": 0, "host": 0, "inline": 2}
     assert millpond.counters()["tiers"]["copy"] >= 1
 
 

@@ -222,7 +222,7 @@ enum Op {
 /// | import_parted | import | parted: it was let go of and no stream can reach it |
 /// | pool_swap; pool_fd, pool_use; pool_import | device; ; device, peer (serial), theirs (its GPU), fd | id; fd (the caller closes it), reserved, used and their peaks; {} |
 /// | foreign_export | device, address: memory that is not the arena's | kind (ipc, pool), token, offset, bytes |
-/// | foreign_open; foreign_close | device, peer, kind, token, theirs | address; closed: it was the last |
+/// | foreign_open; foreign_close | device, peer, kind, token, theirs | address, bytes; closed: it was the last |
 /// | dma_buf | device, address, bytes | fd (the caller closes it), offset, bytes |
 /// | doctor | | checks: [name, ok, detail, fix] |
 ///

@@ -247,7 +247,9 @@ pub fn open(device: u32, peer: u64, kind: Kind, token: &str, theirs: u32) -> Res
             (Kind::Pool, None) => Err(unsupported("the peer's pool was not imported")),
         };
         let address = table.opened.get_or_insert_with(Interned::new).enter(Key { peer, device, kind, token }, make)?;
-        Ok(json!({ "address": address }))
+        // The peer's word is not taken for the length.
+        let bytes = driver.pointer_info(address).map_err(said)?.map_or(0, |info| info.bytes - (address - info.base));
+        Ok(json!({"address": address, "bytes": bytes}))
     })
 }
 
