@@ -5,21 +5,17 @@ such a pool never gives memory back to the device (the driver trims no pool that
 (`patch_stats()`), and an allocation of over 128 pieces of 32 MiB is copied, since importing it overruns a table inside the driver.
 """
 
-import hmac
 import os
 import secrets
-import socket
-import struct
 import sys
 import threading
 
-from . import _native, errors
+from . import _fds, _native, errors
 from .tiers import log
 
 _swapped = {}  # ordinal -> the device's id
 _door = None
 _lock = threading.Lock()
-_SECONDS = 5.0
 
 
 def swap(device=0):
@@ -70,7 +66,7 @@ def offer():
         return []
     with _lock:
         if _door is None:
-            _door = _Door()
+            _door = _fds.Door("pool", secrets.token_hex(32), lambda name: _native.control("pool_fd", device=int(name))["fd"])
     return [[device, name, _door.path, _door.key] for device, name in _swapped.items()]
 
 
@@ -80,69 +76,10 @@ def take(peer, offers):
 
     for theirs, name, path, key in offers:
         try:
-            fd = _fetch(path, key, theirs)
+            fd = _fds.fetch(path, key, int(theirs))
             try:
                 _native.control("pool_import", device=_session.ordinal_of(name), peer=peer, theirs=theirs, fd=fd)
             finally:
                 os.close(fd)
         except (errors.Error, OSError, ValueError) as e:
             log.warning("a peer's pool could not be taken: %s", e)
-
-
-class _Door:
-    """Gives descriptors of our pools out."""
-
-    def __init__(self):
-        from . import _session
-
-        self.key = secrets.token_hex(32)
-        folder = os.path.dirname(_session.info()["socket"])
-        self.path = os.path.join(folder, f"pool-{os.getpid()}-{secrets.token_hex(4)}")
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._listener.bind(self.path)
-        self._listener.listen(8)
-        threading.Thread(target=self._serve, name="millpond-pool", daemon=True).start()
-
-    def _serve(self):
-        while True:
-            try:
-                peer, _ = self._listener.accept()
-            except OSError:
-                return
-            with peer:
-                try:
-                    peer.settimeout(_SECONDS)
-                    _, uid, _ = struct.unpack("3i", peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
-                    request = _read_line(peer)
-                    key, _, device = request.partition(" ")
-                    if uid != os.getuid() or not hmac.compare_digest(key, self.key):
-                        continue
-                    fd = _native.control("pool_fd", device=int(device))["fd"]
-                    try:
-                        socket.send_fds(peer, [b"+"], [fd])
-                    finally:
-                        os.close(fd)
-                except (errors.Error, OSError, ValueError) as e:
-                    log.debug("a pool's descriptor was not given out: %s", e)
-
-
-def _fetch(path, key, device):
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as door:
-        door.settimeout(_SECONDS)
-        door.connect(path)
-        door.sendall(f"{key} {int(device)}\n".encode())
-        _, fds, _, _ = socket.recv_fds(door, 1, 1)
-    if not fds:
-        raise OSError(f"no descriptor came from {path}")
-    os.set_inheritable(fds[0], False)
-    return fds[0]
-
-
-def _read_line(peer, limit=200):
-    data = b""
-    while not data.endswith(b"\n") and len(data) < limit:
-        part = peer.recv(limit - len(data))
-        if not part:
-            break
-        data += part
-    return data.decode("ascii", "replace").strip()

@@ -10,7 +10,7 @@ import pytest
 
 import millpond
 from conftest import eventually
-from millpond import _foreign, _memory, _native, _ref, _streams, canary, errors, pool, tiers
+from millpond import _fds, _foreign, _memory, _native, _ref, _streams, canary, errors, pool, tiers
 
 DATA = bytes(range(200)) + bytes(56)
 
@@ -302,7 +302,7 @@ def test_a_pools_descriptor_goes_to_who_has_the_key(monkeypatch, tmp_path):
     (_, _, path, key) = offers[0]
     assert os.path.dirname(path) == str(tmp_path) and len(key) == 64
     with pytest.raises(OSError):
-        pool._fetch(path, "0" * 64, 3)
+        _fds.fetch(path, "0" * 64, 3)
     assert not imported.is_set()
     pool.take(77, offers)
     assert imported.is_set() and os.read(read, 4) == b"here"
