@@ -219,7 +219,9 @@ pub fn export(device: u32, address: u64) -> Result<Value> {
                 }
                 ("pool", sharing.pool_export_pointer(info.base).map_err(said)?)
             }
-            Some(_) => return Err(unsupported("it is of a pool that cannot be shared: call millpond.pool.swap() before torch is imported")),
+            Some(_) => {
+                return Err(unsupported("it is of a pool that cannot be shared: call millpond.pool.swap() before torch is imported"))
+            }
         };
         Ok(json!({"kind": kind, "token": hex(&token), "offset": address - info.base, "bytes": info.bytes}))
     })

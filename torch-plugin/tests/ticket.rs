@@ -6,7 +6,9 @@ use std::ptr::{null, null_mut};
 
 use millpond_torch::control::millpond_control;
 use millpond_torch::error::{millpond_last_error, millpond_string_free, FAILED};
-use millpond_torch::tensor::{millpond_allocate, millpond_deallocate, millpond_import_release, millpond_message_free, millpond_tensor, COPIED};
+use millpond_torch::tensor::{
+    millpond_allocate, millpond_deallocate, millpond_import_release, millpond_message_free, millpond_tensor, COPIED,
+};
 use millpond_torch::ticket::{millpond_redeem, millpond_ticket, millpond_ticket_cancel, MANY};
 
 fn control(request: &str) -> serde_json::Value {

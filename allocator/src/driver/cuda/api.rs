@@ -11,8 +11,8 @@ use std::mem::ManuallyDrop;
 use std::path::PathBuf;
 
 use cudarc::driver::sys::{
-    CUcontext, CUdevice, CUdeviceptr, CUevent, CUipcMemHandle, CUmemAccessDesc, CUmemAllocationProp, CUmemPoolProps, CUmemoryPool, CUstream,
-    CUuuid,
+    CUcontext, CUdevice, CUdeviceptr, CUevent, CUipcMemHandle, CUmemAccessDesc, CUmemAllocationProp, CUmemPoolProps, CUmemoryPool,
+    CUstream, CUuuid,
 };
 use libloading::os::unix::Library;
 

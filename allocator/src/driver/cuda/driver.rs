@@ -106,7 +106,7 @@ impl Driver for CudaDriver {
             return Err(invalid(CALL));
         }
         let _mode = Relaxed::enter(&self.api);
-        let prop = allocation(self.survey.info.ordinal, self.survey.rdma);
+        let prop = allocation(self.survey.info.ordinal, self.survey.rdma, self.survey.kind);
         let mut handle = 0;
         // SAFETY: the driver reads one CUmemAllocationProp and writes one handle.
         unsafe { self.api.cuMemCreate(&mut handle, bytes as usize, &prop, 0) }?;

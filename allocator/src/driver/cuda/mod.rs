@@ -10,6 +10,7 @@
 //! * `survey`: what a device is, and what it lacks.
 //! * `context`: the primary context, and what a thread's state is put back to.
 //! * `handles`: the physical memory that a driver holds.
+//! * `kind`: in what form memory is shared.
 //! * `platform`, `driver`: the seam's two traits; `sharing`: its third, for memory that is not the arena's.
 //!
 //! cudarc supplies struct layouts and constants, and nothing that runs.
@@ -18,6 +19,7 @@ mod api;
 mod context;
 mod driver;
 mod handles;
+mod kind;
 mod library;
 mod origin;
 mod platform;
@@ -32,6 +34,7 @@ mod stub;
 mod tests;
 
 pub use driver::CudaDriver;
+pub use kind::HandleKind;
 pub use platform::CudaPlatform;
 
 // Sizes cross the seam as u64 and reach the driver as size_t.

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use rustix::io::{fcntl_getfd, FdFlags};
 
 use super::stub::{stub, Stub};
-use super::{CudaDriver, CudaPlatform};
+use super::{CudaDriver, CudaPlatform, HandleKind};
 use crate::driver::{CuResult, Driver, DriverError, Platform, Pool, PoolUse, Sharing};
 
 /// The first device, its context attached.
@@ -77,6 +77,18 @@ fn what_a_driver_has_not_is_not_supported() {
     let stub = stub!("-DSHARING=8");
     let driver = first(&stub);
     assert_eq!(refused(driver.sharing().unwrap().pool_create(0)), CuResult::NOT_SUPPORTED, "fabric handles only");
+}
+
+#[test]
+fn other_forms_of_handles_are_refused_with_what_is_missing() {
+    let stub = stub!();
+    for (kind, lack) in [(HandleKind::Win32, "DuplicateHandle"), (HandleKind::Fabric, "IMEX")] {
+        let platform = stub.load().unwrap().with_handles(kind);
+        let error = platform.open(platform.devices().unwrap()[0].id).unwrap_err();
+        assert!(matches!(&error, DriverError::Unsupported { missing, .. } if missing.contains(lack)), "{error}");
+    }
+    let platform = stub.load().unwrap().with_handles(HandleKind::PosixFd);
+    assert!(platform.open(platform.devices().unwrap()[0].id).is_ok());
 }
 
 /// The seam's default: a device that has none of it says so.

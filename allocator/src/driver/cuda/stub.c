@@ -1,7 +1,7 @@
 // A driver library for tests: it counts its calls, checks what it is passed, and answers plausible values.
 //
 // Prototypes and structs are written out from cuda.h, so that a wrong argument order or layout on the Rust side shows here.
-// Settings: INIT (cuInit's answer), VERSION, RDMA, VMM, WORDS2, WORDS1, COMPUTE_MODE, OLD (leave CUDA 12 functions out),
+// Settings: INIT (cuInit's answer), VERSION, RDMA, VMM, WORDS2, WORDS1, COMPUTE_MODE, MPS, OLD (leave CUDA 12 functions out),
 // SHARING (pools, IPC, dma-buf: kinds of handle that pools have), FIRST_WORDS (leave the _v2 stream memory operations out), DEVICES, PEER.
 #include <fcntl.h>
 #include <stddef.h>
@@ -28,6 +28,9 @@
 #endif
 #ifndef COMPUTE_MODE
 #define COMPUTE_MODE 0
+#endif
+#ifndef MPS
+#define MPS 0
 #endif
 #ifndef DEVICES
 #define DEVICES 2
@@ -94,7 +97,7 @@ CUresult cuDeviceGetAttribute(int *v, int a, CUdevice d) {
     case 124: *v = SHARING & 1; return 0;
 #endif
     case 122: *v = WORDS2; return 0;
-    case 133: *v = 0; return 0;
+    case 133: *v = MPS; return 0;
     default: return d >= DEVICES ? 101 : INVALID_VALUE;
     }
 }
