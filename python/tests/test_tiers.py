@@ -260,3 +260,18 @@ def test_a_cycle_is_refused_with_its_path(pair):
     value["a"][1]["b"] = value["a"]
     with pytest.raises(millpond.CannotCross, match=r'out\["a"\]\[1\]\["b"\] cannot cross: it contains itself: it is out\["a"\]'):
         pair[0].send(value)
+
+
+@native
+def test_a_keeper_can_ask_whether_receivers_are_done_without_waiting(arena):
+    from millpond import _native
+
+    with worker(arena, "keeper") as conn:
+        memory = _memory.block(512, -1)
+        ref = _ref.Ref(memory, 0, _dtypes.lookup("uint8"), (512,), None, "r")
+        assert _native.wait_done(memory.address, 0, _native.WAIT, 0) is None, "nobody has it"
+        pending = conn._transmit(["m"], ref)
+        with pytest.raises(millpond.Timeout):
+            _native.wait_done(memory.address, 0, _native.WAIT, 0)
+        assert pending.tensors == 1 and millpond._native.control("import_parted", **{"import": 12345})["parted"]
+    assert _native.wait_done(memory.address, 0, _native.WAIT, 2000) is None, "its receiver has gone"
