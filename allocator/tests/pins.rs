@@ -1,12 +1,12 @@
 //! Host memory registered in slabs: reused, bounded, forgotten before it is unmapped; and the bytes are right.
-#![allow(unsafe_code)]
+#![allow(unsafe_code, clippy::unwrap_used)]
 
 use std::sync::Arc;
 
 use millpond_allocator::driver::host::{HostCall, HostConfig, HostPlatform};
 use millpond_allocator::driver::{Access, Addr, CuResult, DeviceId, Driver, Platform, Stream};
 use millpond_allocator::pins::{Pins, LEAST, SLAB};
-use millpond_allocator::window::Unmapping;
+use millpond_allocator::window::{Chunk, Unmapping, Window};
 
 /// A device with memory, and host memory that stands for a chunk of the host arena.
 struct Rig {
@@ -107,6 +107,22 @@ fn what_is_unmapped_is_forgotten_first() {
     assert_eq!(pins.bytes(), SLAB);
     pins.before_unmap(rig.host.addr(), 2 * SLAB);
     assert_eq!(pins.bytes(), 0);
+}
+
+#[test]
+fn a_window_tells_before_it_unmaps() {
+    let rig = rig(SLAB);
+    let pins = Arc::new(Pins::new(1 << 30));
+    let window = Window::reserve(rig.driver.clone(), 4 * SLAB, Access::ReadWrite).unwrap().telling(Some(pins.clone()));
+    let memory = rig.driver.create(SLAB).unwrap();
+    let fd = rig.driver.export(memory).unwrap();
+    window.map(&[(Chunk { epoch: 5, offset: SLAB, bytes: SLAB }, fd)]).unwrap();
+    let host = window.base() + SLAB;
+    let copied = pins.copy(&rig.driver, (host, rig.device, SLAB), host, &[(host, SLAB)], rig.stream).unwrap();
+    assert_eq!((copied.pinned, pins.bytes()), (SLAB, SLAB));
+    window.unmap(5).unwrap();
+    assert_eq!(pins.bytes(), 0);
+    assert_eq!(rig.driver.host_unregister(host as *mut u8).unwrap_err().result(), Some(CuResult::HOST_MEMORY_NOT_REGISTERED));
 }
 
 #[test]

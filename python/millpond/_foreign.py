@@ -20,6 +20,8 @@ from . import _dtypes, _memory, _native, _ref, errors
 from .tiers import log
 
 KINDS = ("ipc", "pool")
+#: Set by `pool.swap()`: values of that pool go by it without being asked for.
+pool_swapped = False
 _COMPANION = 512
 #: How often the thread looks at what is not over yet.
 _PAUSE = 0.01
@@ -41,6 +43,7 @@ def encode(e, keep, device, address, count, name, shape, strides):
         found = _native.control("foreign_export", device=device, address=address)
         kind = found["kind"]
         if kind not in e.foreign:
+            e.out.falls.append((e.foreign[0], "copy", f"a value by token: it is {kind} memory, and only {e.foreign[0]} was asked for", nbytes))
             return None
         first, last = (_ref.Ref(_memory.block(_COMPANION, device), 0, _dtypes.lookup("uint8"), (_COMPANION,), None, "r") for _ in range(2))
     except errors.Error as problem:
@@ -206,14 +209,12 @@ class Prover:
 
     def kinds(self, prefer):
         """(which kinds the next message may use, where it prefers one and may not: (that, "copy", why))."""
-        from . import pool
-
-        wanted = KINDS if prefer == "ipc" else ("pool",) if pool.swapped() else ()
+        wanted = KINDS if prefer == "ipc" else ("pool",) if pool_swapped else ()
         gpu = self._channel._gpu
         if not wanted or gpu.out is None or gpu.out is False:
             return (), None  # the first GPU value proves the arena's tier, which this one stands on
         best = "pool" if wanted == ("pool",) else "ipc"
-        if gpu.out != "blind" and self.out is None and gpu.out is True:
+        if self.out is None and gpu.out is True:
             self._ask()
         if self.out is True:
             return wanted, None

@@ -10,7 +10,7 @@ import secrets
 import sys
 import threading
 
-from . import _fds, _native, errors
+from . import _fds, _foreign, _native, errors
 from .tiers import log
 
 _swapped = {}  # ordinal -> the device's id
@@ -32,6 +32,7 @@ def swap(device=0):
         )
     answer = _native.control("pool_swap", device=device)
     _swapped[device] = answer["id"]
+    _foreign.pool_swapped = True
     log.warning(
         "the memory pool of GPU %d is millpond's in this process (experimental): torch's memory statistics read 0, and memory is not "
         "given back to the device before this process ends",

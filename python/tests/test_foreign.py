@@ -271,11 +271,12 @@ def test_a_swap_is_said_in_the_log(monkeypatch, caplog):
     import sys
 
     monkeypatch.setattr(pool, "_swapped", {})
+    monkeypatch.setattr(_foreign, "pool_swapped", False)
     monkeypatch.delitem(sys.modules, "torch", raising=False)
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "backend:cudaMallocAsync")
     monkeypatch.setattr(_native, "control", lambda op, **f: {"id": "GPU-0", "device": f["device"]})
     pool.swap(0)
-    assert pool.swapped() and any("millpond's in this process (experimental)" in r.getMessage() for r in caplog.records)
+    assert pool.swapped() and _foreign.pool_swapped and any("millpond's in this process (experimental)" in r.getMessage() for r in caplog.records)
 
 
 def test_a_pools_descriptor_goes_to_who_has_the_key(monkeypatch, tmp_path):
@@ -325,3 +326,17 @@ def test_the_keepers_thread_ends_when_nothing_is_kept(monkeypatch):
     assert entry.calls == 3
 
 
+
+
+def test_memory_of_a_swapped_pool_goes_by_it_without_being_asked_for(rig, monkeypatch):
+    near, far, driver, _, _ = rig
+    driver.kind = "pool"
+    near.prefer = None
+    monkeypatch.setattr(_foreign, "pool_swapped", True)
+    proved(near, far)
+    near.send(Plain())
+    assert near.tiers["pool"] == 1 and far.recv(timeout=2).bytes() == DATA
+    driver.kind = "ipc"  # memory of torch's that is not the pool's is copied, since nobody asked for more
+    near.send(Plain())
+    assert (near.tiers["pool"], near.tiers["ipc"], near.tiers["copy"]) == (1, 0, 3)
+    assert any("asked for" in reason for reason in tiers.falls())
