@@ -230,7 +230,8 @@ class Prover:
             if not isinstance(backend, canary._Backend):
                 raise errors.Unsupported(backend or "torch is not loaded in this process")
             self._channel._transmit(["k", "gpu-x-pool"], pool.offer())
-            self._channel._transmit(["k", "gpu-x"], backend.plain_probes())
+            with backend.aside():
+                self._channel._transmit(["k", "gpu-x"], backend.plain_probes())
         except canary._ENDED:
             raise
         except Exception as e:  # whatever torch or the driver says

@@ -410,8 +410,7 @@ class _Torch(_Backend):
     def plain_probes(self):
         """The same in torch's own memory."""
         device = self.torch.cuda.current_device()
-        with self.aside():
-            return self._views(self._blocks(lambda data: data.to(f"cuda:{device}")))
+        return self._views(self._blocks(lambda data: data.to(f"cuda:{device}")))
 
     def check(self, values):
         torch = self.torch

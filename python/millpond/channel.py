@@ -159,7 +159,11 @@ class Channel(_calls.Calls):
         """Encodes for this peer: GPU values by the GPU arena if it is proved, else by host memory. `full`: by what instead of a
         copy, as the arena has no room for one."""
         if header[0] == "k":
-            return _tree.encode(value, header, root, readonly, foreign=_foreign.KINDS if header[1] == "gpu-x" else ())
+            proof = header[1] == "gpu-x"
+            encoded = _tree.encode(value, header, root, readonly, foreign=_foreign.KINDS if proof else ())
+            if proof and (encoded.falls or not encoded.foreign):
+                raise errors.Unsupported(encoded.falls[0][2] if encoded.falls else "nothing of the proof went by token")
+            return encoded
         gpu = self._gpu
         kinds, why = ((), None) if prefer == "host" or full == "host" else self._foreign.kinds(full or prefer)
         by_choice = prefer == "host" or full == "host"

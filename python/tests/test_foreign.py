@@ -191,6 +191,16 @@ def test_what_fails_its_proof_is_off_and_values_are_copied(rig, caplog):
     assert any("failed its proof" in reason for reason in tiers.falls())
 
 
+def test_a_proof_that_would_be_copied_is_none(rig):
+    near, far, driver, _, _ = rig
+    driver.refuse = "the memory is no plain cudaMalloc allocation"
+    near.send(Plain())
+    far.recv(timeout=2, lazy=True)
+    near._poll()
+    near.send(Plain())
+    assert near._foreign.out is False and "no plain cudaMalloc" in near._foreign.reason
+
+
 def test_memory_that_cannot_be_shared_is_copied_with_its_reason(rig):
     near, far, driver, _, _ = rig
     proved(near, far)

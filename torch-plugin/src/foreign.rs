@@ -11,7 +11,7 @@ use std::os::fd::{AsFd, BorrowedFd, IntoRawFd, OwnedFd};
 use std::sync::Arc;
 
 use millpond_allocator::driver::cuda::CudaPlatform;
-use millpond_allocator::driver::{pieces, Addr, CuResult, Driver, DriverError, Platform, Pool, Sharing, Token, POOL_PIECES};
+use millpond_allocator::driver::{pieces, Addr, CuResult, Driver, DriverError, Platform, PointerInfo, Pool, Sharing, Token, POOL_PIECES};
 use millpond_ipc::client::Error;
 use parking_lot::Mutex;
 use serde::Deserialize;
@@ -205,7 +205,7 @@ pub fn export(device: u32, address: u64) -> Result<Value> {
     with(|table| {
         let driver = table.driver(device, true)?;
         let sharing = sharing(&driver)?;
-        let info = driver.pointer_info(address).map_err(said)?;
+        let info = range(&*driver, sharing, address)?;
         let info = info.ok_or_else(|| unsupported(format!("the driver knows no allocation at {address:#x}")))?;
         let (kind, token) = match sharing.pool_of(address).map_err(said)? {
             None => ("ipc", sharing.ipc_export(info.base).map_err(|error| not_plain(error, address))?),
@@ -225,6 +225,15 @@ pub fn export(device: u32, address: u64) -> Result<Value> {
         };
         Ok(json!({"kind": kind, "token": hex(&token), "offset": address - info.base, "bytes": info.bytes}))
     })
+}
+
+/// The allocation that holds an address.
+fn range(driver: &dyn Driver, sharing: &dyn Sharing, address: u64) -> Result<Option<PointerInfo>> {
+    match driver.pointer_info(address) {
+        Ok(Some(info)) => Ok(Some(info)),
+        Ok(None) => sharing.range_of(address).map_err(said),
+        Err(error) => Err(said(error)),
+    }
 }
 
 fn not_plain(error: DriverError, address: u64) -> ApiError {
@@ -250,7 +259,7 @@ pub fn open(device: u32, peer: u64, kind: Kind, token: &str, theirs: u32) -> Res
         };
         let address = table.opened.get_or_insert_with(Interned::new).enter(Key { peer, device, kind, token }, make)?;
         // The peer's word is not taken for the length.
-        let bytes = driver.pointer_info(address).map_err(said)?.map_or(0, |info| info.bytes - (address - info.base));
+        let bytes = range(&*driver, sharing, address)?.map_or(0, |info| info.bytes.saturating_sub(address - info.base));
         Ok(json!({"address": address, "bytes": bytes}))
     })
 }

@@ -248,7 +248,6 @@ pub trait Driver: Send + Sync + Debug {
         }
     }
 
-
     /// Queues a copy between any two addresses (device or host).
     ///
     /// # Errors

@@ -6,7 +6,7 @@
 use std::fmt::Debug;
 use std::os::fd::{BorrowedFd, OwnedFd};
 
-use super::{Addr, Result};
+use super::{Addr, PointerInfo, Result};
 
 /// What another process needs to open an allocation: 64 bytes that only the driver can read.
 pub type Token = [u8; 64];
@@ -103,6 +103,12 @@ pub trait Sharing: Send + Sync + Debug {
     /// # Errors
     /// What the driver says.
     fn pool_close_pointer(&self, addr: Addr) -> Result<()>;
+
+    /// The allocation that holds an address, of whatever making, where [`super::Driver::pointer_info`] does not know it.
+    ///
+    /// # Errors
+    /// What the driver says, other than that it does not know the address.
+    fn range_of(&self, addr: Addr) -> Result<Option<PointerInfo>>;
 
     /// A pool's figures.
     ///

@@ -14,7 +14,7 @@ use rustix::io::{fcntl_getfd, fcntl_setfd, FdFlags};
 use super::context::Relaxed;
 use super::driver::{invalid, raw, CudaDriver};
 use super::survey::{attribute_of, location};
-use crate::driver::{Addr, CuResult, Driver, DriverError, Pool, PoolUse, Result, Sharing, Token};
+use crate::driver::{Addr, CuResult, Driver, DriverError, PointerInfo, Pool, PoolUse, Result, Sharing, Token};
 
 const POSIX_FD: u32 = CUmemAllocationHandleType::CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR.0;
 /// `CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS`, the only flag that there is.
@@ -151,6 +151,22 @@ impl Sharing for CudaDriver {
         let over = freed.and_then(|()| self.stream_synchronize(stream));
         self.stream_destroy(stream)?;
         over
+    }
+
+    fn range_of(&self, addr: Addr) -> Result<Option<PointerInfo>> {
+        let _current = self.context.enter("cuPointerGetAttribute")?;
+        let read = |attribute: PointerAttribute| {
+            let mut value = 0_u64;
+            // SAFETY: these attributes are 64 bits; the driver looks the address up without touching it.
+            unsafe { self.api.cuPointerGetAttribute((&raw mut value).cast(), attribute as u32, addr) }.map(|()| value)
+        };
+        let found = read(PointerAttribute::CU_POINTER_ATTRIBUTE_RANGE_START_ADDR)
+            .and_then(|base| Ok((base, read(PointerAttribute::CU_POINTER_ATTRIBUTE_RANGE_SIZE)?)));
+        match found {
+            Ok((base, bytes)) => Ok((base != 0 && bytes != 0).then_some(PointerInfo { base, bytes })),
+            Err(DriverError::Call { result: CuResult::INVALID_VALUE | CuResult::NOT_FOUND, .. }) => Ok(None),
+            Err(error) => Err(error),
+        }
     }
 
     fn pool_use(&self, pool: Pool) -> Result<PoolUse> {

@@ -7,7 +7,7 @@ use rustix::io::{fcntl_getfd, FdFlags};
 
 use super::stub::{stub, Stub};
 use super::{CudaDriver, CudaPlatform, HandleKind};
-use crate::driver::{CuResult, Driver, DriverError, Platform, Pool, PoolUse, Sharing};
+use crate::driver::{CuResult, Driver, DriverError, Platform, PointerInfo, Pool, PoolUse, Sharing};
 
 /// The first device, its context attached.
 fn first(stub: &Stub) -> Arc<dyn Driver> {
@@ -49,6 +49,8 @@ fn a_pool_is_set_up_as_torch_sets_up_the_default_one_and_its_handle_goes_first()
     let token = sharing.pool_export_pointer(0x9000).unwrap();
     assert_eq!(sharing.pool_of(0x9000).unwrap(), Some(pool));
     assert_eq!((sharing.pool_of(0x8000).unwrap(), sharing.pool_of(0).unwrap()), (None, None));
+    assert_eq!(sharing.range_of(0x9010).unwrap(), Some(PointerInfo { base: 0x9000, bytes: 0x3000 }));
+    assert_eq!(sharing.range_of(0).unwrap(), None);
     let there = sharing.pool_import(fd.as_fd()).unwrap();
     assert_eq!(stub.counts().import_fd, fd.as_raw_fd());
     assert_eq!(sharing.pool_import_pointer(there, &token).unwrap(), 0xc000);

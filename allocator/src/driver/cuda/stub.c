@@ -186,7 +186,15 @@ typedef struct { int allocType, handleTypes; CUmemLocation location; void *win32
 typedef struct pool *CUmemoryPool;
 #define POOL ((CUmemoryPool)0xb001)
 static int exported; // The pool's handle goes first, else every pointer is refused.
-CUresult cuPointerGetAttribute(void *out, int a, u64 p) { NEEDS_CONTEXT; if (a != 17 || p < 0x1000) return INVALID_VALUE; *(void **)out = p == 0x9000 ? POOL : 0; return 0; }
+CUresult cuPointerGetAttribute(void *out, int a, u64 p) {
+    NEEDS_CONTEXT; if (p < 0x1000) return INVALID_VALUE;
+    switch (a) {
+    case 11: *(u64 *)out = p & ~0xfffull; return 0;
+    case 12: *(u64 *)out = 0x3000; return 0;
+    case 17: *(void **)out = p == 0x9000 ? POOL : 0; return 0;
+    default: return INVALID_VALUE;
+    }
+}
 CUresult cuIpcGetMemHandle(CUipcMemHandle *h, u64 p) { NEEDS_CONTEXT; UNSAFE; if (p != 0x8000) return INVALID_VALUE; memset(h, 0x8f, 64); return 0; }
 CUresult cuIpcOpenMemHandle_v2(u64 *p, CUipcMemHandle h, unsigned flags) {
     NEEDS_CONTEXT; UNSAFE; for (int i = 0; i < 64; i++) if ((unsigned char)h.reserved[i] != 0x8f) return INVALID_VALUE;
