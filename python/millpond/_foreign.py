@@ -43,16 +43,19 @@ def encode(e, keep, device, address, count, name, shape, strides):
         found = _native.control("foreign_export", device=device, address=address)
         kind = found["kind"]
         if kind not in e.foreign:
-            e.out.falls.append((e.foreign[0], "copy", f"a value by token: it is {kind} memory, and only {e.foreign[0]} was asked for", nbytes))
+            why = f"a value by token: it is {kind} memory, and only {e.foreign[0]} was asked for"
+            e.out.falls.append((e.foreign[0], "copy", why, nbytes))
             return None
-        first, last = (_ref.Ref(_memory.block(_COMPANION, device), 0, _dtypes.lookup("uint8"), (_COMPANION,), None, "r") for _ in range(2))
+        byte = _dtypes.lookup("uint8")
+        first, last = (_ref.Ref(_memory.block(_COMPANION, device), 0, byte, (_COMPANION,), None, "r") for _ in range(2))
     except errors.Error as problem:
         e.out.falls.append(("pool" if e.foreign == ("pool",) else "ipc", "copy", f"a value by token: {problem}", nbytes))
         return None
     from . import _leaves, _tree
 
     e.out.foreign.append((kind, nbytes, first, last, keep))
-    node = ["x", kind, found["token"], found["offset"], name, list(shape), list(strides) if strides else 0, _leaves.device_id(device), device]
+    strides = list(strides) if strides else 0
+    node = ["x", kind, found["token"], found["offset"], name, list(shape), strides, _leaves.device_id(device), device]
     return {"$": [*node, _tree._reference(e, first, 0), _tree._reference(e, last, 0)]}
 
 
@@ -81,7 +84,8 @@ def decode(decoder, node):
         whole.owned = False
         _memory.check_bounds(whole, offset, row, shape, strides)
         memory.touch()  # this thread's stream waits for READY
-        opening.start, opening.nbytes, opening.companion = ours["address"] + offset, _memory.span(shape, strides) * row.itemsize, memory.address
+        opening.start, opening.nbytes = ours["address"] + offset, _memory.span(shape, strides) * row.itemsize
+        opening.companion = memory.address
         steps = strides if strides is not None else _memory.contiguous_strides(shape)
         return _memory.torch_over(memory, ours["address"] + offset, known, row, shape, steps)
     finally:
@@ -218,7 +222,8 @@ class Prover:
             self._ask()
         if self.out is True:
             return wanted, None
-        reason = self.reason or ("the other side only passes values on" if gpu.out == "blind" else "its proof on this connection is under way")
+        under_way = "the other side only passes values on" if gpu.out == "blind" else "its proof on this connection is under way"
+        reason = self.reason or under_way
         return (), (best, "copy", f"a value by token: {reason}")
 
     def _ask(self):

@@ -15,7 +15,8 @@ def copy(device, to, source, nbytes):
     if nbytes < LEAST:
         return None
     try:
-        done = _native.control("copy_by_host", **{"device": device, "to": to, "from": source, "bytes": nbytes, "stream": _streams.current(device)})
+        what = {"device": device, "to": to, "from": source, "bytes": nbytes, "stream": _streams.current(device)}
+        done = _native.control("copy_by_host", **what)
     except errors.Error as e:
         if not _told:
             _told = True

@@ -85,7 +85,8 @@ def install_pool(figures):
     def stats(device):
         found = figures(device)
         flat = {}
-        for metric, key in (("allocated_bytes", "used"), ("active_bytes", "used"), ("requested_bytes", "used"), ("reserved_bytes", "reserved")):
+        used = dict.fromkeys(("allocated_bytes", "active_bytes", "requested_bytes"), "used")
+        for metric, key in {**used, "reserved_bytes": "reserved"}.items():
             flat[f"{metric}.all.current"] = found.get(key, 0)
             flat[f"{metric}.all.peak"] = found.get(f"{key}_peak", 0)
         return nested(flat)

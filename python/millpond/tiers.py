@@ -88,6 +88,5 @@ class Tiers:
                 return
             self._told.add(reason)
         level = logging.WARNING if loud or size >= _LOUD_BYTES else logging.INFO
-        log.log(
-            level, "to %s, by %s and not by %s: %s (%d bytes; said once, counted in millpond.counters())", self._peer, to, best, reason, size
-        )
+        said = "to %s, by %s and not by %s: %s (%d bytes; said once, counted in millpond.counters())"
+        log.log(level, said, self._peer, to, best, reason, size)

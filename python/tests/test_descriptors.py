@@ -98,9 +98,8 @@ def test_lmcaches_descriptors_go_between_processes(tmp_path):
         wrapper = Wrapper(write)
         assert lmcache.publish(wrapper) and lmcache.publish(wrapper)
         assert not lmcache.publish(Wrapper(None)), "a fabric handle travels by itself"
-        done = subprocess.run(
-            [sys.executable, "-c", _IMPORTER, wrapper.handle.hex()], env=arena.worker_env("importer"), capture_output=True, text=True, timeout=30
-        )
+        command, env = [sys.executable, "-c", _IMPORTER, wrapper.handle.hex()], arena.worker_env("importer")
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=30)
         assert done.returncode == 0, done.stderr
         assert os.read(read, 4) == b"came"
         lmcache.withdraw(wrapper)
