@@ -2,12 +2,14 @@
 //!
 //! * [`driver`]: the calls that are made of a device, CUDA's or the host's.
 //! * [`heap`]: a process's own blocks, reused in stream order.
+//! * [`pins`]: host memory that a device copies at the rate of its bus.
 //! * [`timeline`]: the words that streams of several processes write and wait on.
 //! * [`tlsf`]: where blocks lie, with all bookkeeping outside the memory.
 #![deny(unsafe_code)]
 
 pub mod driver;
 pub mod heap;
+pub mod pins;
 #[cfg(feature = "replay")]
 pub mod replay;
 pub mod timeline;

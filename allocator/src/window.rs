@@ -45,6 +45,12 @@ pub enum WindowError {
     Driver(#[from] DriverError),
 }
 
+/// Who must know before a chunk's mapping goes.
+pub trait Unmapping: Send + Sync + std::fmt::Debug {
+    /// These bytes are about to be unmapped. Called with the window locked.
+    fn before_unmap(&self, addr: Addr, bytes: u64);
+}
+
 /// A reserved range and what is mapped in it.
 #[derive(Debug)]
 pub struct Window {
@@ -53,6 +59,7 @@ pub struct Window {
     bytes: u64,
     access: Access,
     chunks: Mutex<BTreeMap<u64, (Chunk, Memory)>>,
+    unmapping: Option<Arc<dyn Unmapping>>,
 }
 
 impl Window {
@@ -62,7 +69,14 @@ impl Window {
     /// What the driver says.
     pub fn reserve(driver: Arc<dyn Driver>, bytes: u64, access: Access) -> Result<Self, DriverError> {
         let base = driver.reserve(bytes, 0)?;
-        Ok(Self { driver, base, bytes, access, chunks: Mutex::default() })
+        Ok(Self { driver, base, bytes, access, chunks: Mutex::default(), unmapping: None })
+    }
+
+    /// Tells somebody before each unmapping.
+    #[must_use]
+    pub fn telling(mut self, unmapping: Option<Arc<dyn Unmapping>>) -> Self {
+        self.unmapping = unmapping;
+        self
     }
 
     /// Its first address.
@@ -128,6 +142,9 @@ impl Window {
         let Some((offset, (chunk, memory))) = mapped.iter().find(|(_, (chunk, _))| chunk.epoch == epoch).map(|(k, v)| (*k, *v)) else {
             return Ok(None);
         };
+        if let Some(unmapping) = &self.unmapping {
+            unmapping.before_unmap(self.base + chunk.offset, chunk.bytes);
+        }
         self.driver.unmap(self.base + chunk.offset, chunk.bytes)?;
         mapped.remove(&offset);
         if let Err(error) = self.driver.release(memory) {

@@ -14,6 +14,7 @@ conn = millpond.connection(); job = conn.recv()
 
 from . import _native, _ref, _session, tiers
 from ._calls import cancelled, check_cancelled
+from ._dmabuf import DmaBuf, dmabuf
 from ._ledger import ledger, read_ledger, scope
 from ._ref import Ref
 from ._session import attach, connect, connection, detach
@@ -57,8 +58,11 @@ def status():
 
 
 def counters():
-    """Messages, socket bytes, copied bytes and tensors so far; `tiers`: values by tier, `falls`: why not by a better one."""
-    return dict(_native.control("counters"), tiers=tiers.totals(), falls=tiers.falls())
+    """Messages, socket bytes, copied bytes and tensors so far; `tiers`: values by tier, `tier_bytes`: their bytes, `falls`: why
+    not by a better one, `fall_steps`: from which tier to which."""
+    return dict(
+        _native.control("counters"), tiers=tiers.totals(), tier_bytes=tiers.nbytes(), falls=tiers.falls(), fall_steps=tiers.steps()
+    )
 
 
 def context_events(allowed, device=None):
@@ -70,8 +74,8 @@ def context_events(allowed, device=None):
 
 
 def __getattr__(name):
-    if name == "torch":  # imports torch: only on demand
+    if name in ("torch", "pool"):  # the first imports torch: only on demand
         import importlib
 
-        return importlib.import_module("millpond.torch")
+        return importlib.import_module(f"millpond.{name}")
     raise AttributeError(f"module 'millpond' has no attribute {name!r}")

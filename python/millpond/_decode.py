@@ -4,17 +4,18 @@ import base64
 import json
 import sys
 
-from . import _dtypes, _memory, _native, _ref, _session, _streams, _types, errors
+from . import _dtypes, _foreign, _memory, _native, _pinned, _ref, _session, _streams, _types, errors
 
 
 class Received:
     """A message as it came. It holds its imports: dropped without being decoded, it lets them go."""
 
-    __slots__ = ("header", "body", "memories", "sender", "refused")
+    __slots__ = ("header", "body", "memories", "sender", "refused", "peer")
 
-    def __init__(self, text, tensors, sender):
+    def __init__(self, text, tensors, sender, peer=None):
         self.header, self.body = _split(text)
         self.sender = sender
+        self.peer = peer  # the sender's serial, where it came by a channel
         self.refused = None
         self.memories = [
             _memory.Memory(handle, _native.KIND_IMPORT, address, nbytes, device, flags, stream, bool(flags & _native.READY))
@@ -37,7 +38,7 @@ class Received:
         except IndexError:
             decoder = _Decoder()
         try:
-            return decoder.decode(memories, lazy, self.body)
+            return decoder.decode(memories, lazy, self.body, self.peer)
         except errors.Error:
             raise
         except RecursionError:
@@ -65,13 +66,14 @@ _spare = []
 
 
 class _Decoder:
-    __slots__ = ("memories", "lazy", "import_torch", "json")
+    __slots__ = ("memories", "lazy", "import_torch", "json", "peer")
 
     def __init__(self):
         self.json = json.JSONDecoder(object_hook=self.hook)
 
-    def decode(self, memories, lazy, text):
+    def decode(self, memories, lazy, text, peer=None):
         self.memories = memories
+        self.peer = peer
         self.lazy = lazy
         self.import_torch = "torch" in sys.modules or not _streams.gpus()
         try:
@@ -127,8 +129,13 @@ class _Decoder:
         torch = _streams.torch_cuda()
         if torch is None or self.lazy or not isinstance(value, torch.Tensor):
             return value
-        known = _session.ordinal_of(device_id) if device_id else None
-        return value.to(f"cuda:{torch.cuda.current_device() if known is None else known}")
+        known = _session.ordinal_of(device_id) if device_id else torch.cuda.current_device()
+        nbytes = value.numel() * value.element_size()
+        if nbytes >= _pinned.LEAST and value.is_contiguous():
+            target = torch.empty_like(value, device=f"cuda:{known}")
+            if _pinned.copy(known, target.data_ptr(), value.data_ptr(), nbytes) is not None:
+                return target
+        return value.to(f"cuda:{known}")
 
     @staticmethod
     def bytes(kind, memory, offset, nbytes):
@@ -148,6 +155,7 @@ def _scalar(decoder, node):
 _TAGS = {
     "t": _Decoder.tensor,
     "v": _Decoder.tensor,
+    "x": _foreign.decode,
     "g": lambda d, node: d.put_back(node[1], node[2]),
     "u": lambda d, node: tuple(node[1]),
     "d": lambda d, node: {key: value for key, value in node[1]},

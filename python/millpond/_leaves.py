@@ -2,7 +2,7 @@
 
 import base64
 
-from . import _dtypes, _memory, _ref, _streams, errors
+from . import _dtypes, _foreign, _memory, _pinned, _ref, _streams, errors
 
 
 class No(Exception):
@@ -99,6 +99,10 @@ def torch_tensor(e, tensor, depth):
     address = tensor.data_ptr()
     if not address:
         raise No("a tensor without memory (meta, fake or functional)")
+    if device >= 0 and (e.foreign or e.why_copied):
+        found = _foreign.encode(e, tensor, device, address, count, name, shape, node[6])
+        if found is not None:
+            return found
     e.out.keep.append(tensor)
     e.range(device, address, count * tensor.element_size(), node)
     return {"$": node}
@@ -116,13 +120,17 @@ def hosted(e, tensor):
     """A GPU tensor that goes by host memory: a copy in the host arena, which the other side puts back on a GPU if it uses one."""
     import torch
 
-    tensor = tensor.detach()
+    tensor = tensor.detach().contiguous()
     copy = _ref.empty(tuple(tensor.shape), tensor.dtype, -1, "t")
-    copy.copy_(tensor)  # returns when the bytes are there
     nbytes = tensor.numel() * tensor.element_size()
-    e.out.hosted += 1
-    e.out.copied_bytes += nbytes
-    e.out.falls.append((None if _streams.gpus() else "a GPU tensor went through host memory: this arena serves no GPU", nbytes))
+    tier = _pinned.copy(tensor.get_device(), copy.data_ptr(), tensor.data_ptr(), nbytes) if tensor.is_cuda else None
+    if tier is None:
+        copy.copy_(tensor)  # returns when the bytes are there
+        tier = "host"
+    e.out.went_by_host(tier, nbytes)
+    if not e.by_choice:
+        reason = None if _streams.gpus() else "a GPU tensor went through host memory: this arena serves no GPU"
+        e.out.falls.append(("arena", tier, reason, nbytes))
     return {"$": ["g", torch_tensor(e, copy, 0), device_id(tensor.get_device()) if isinstance(tensor, torch.Tensor) else 0]}
 
 
@@ -158,6 +166,10 @@ def cuda_array(e, value, depth):
         return hosted(e, torch.as_tensor(value, device=f"cuda:{device}"))
     if stream:
         _order_after(e, device, stream)
+    if e.foreign or e.why_copied:
+        found = _foreign.encode(e, value, device, interface["data"][0], count, row.name, shape, node[6])
+        if found is not None:
+            return found
     e.out.keep.append(value)
     e.range(device, interface["data"][0], count * row.itemsize, node)
     return {"$": node}

@@ -174,14 +174,19 @@ def torch_whole(memory, offset, row, shape, strides):
 
 
 def _torch_import(memory, row, shape, strides, offset):
+    return torch_over(memory, memory.address + offset, memory.device, row, shape, strides)
+
+
+def torch_over(memory, address, device, row, shape, strides):
+    """A torch tensor at an address that takes the memory over, wherever the address lies."""
     import torch
 
-    if memory.device >= 0 and not torch.cuda.is_initialized():
+    if device >= 0 and not torch.cuda.is_initialized():
         torch.cuda.init()
     if not memory.owned:
         raise errors.Closed("this value was already handed over")
     code, bits = row.dlpack
-    capsule = _native.dlpack_capsule(memory.address + offset, memory.device, code, bits, shape, strides, memory.handle, memory.kind)
+    capsule = _native.dlpack_capsule(address, device, code, bits, shape, strides, memory.handle, memory.kind)
     memory.owned = False  # the capsule has it now, whatever happens below
     tensor = torch.utils.dlpack.from_dlpack(capsule)
     return tensor if row.name in _dtypes.NATIVE_DLPACK else tensor.view(_dtypes.to_torch(row.name))

@@ -79,6 +79,25 @@ def install():
             setattr(torch._C, name, function)
 
 
+def install_pool(figures):
+    """Answers memory statistics from a pool's figures: {"reserved", "reserved_peak", "used", "used_peak"} of a GPU, or {}."""
+
+    def stats(device):
+        found = figures(device)
+        flat = {}
+        used = dict.fromkeys(("allocated_bytes", "active_bytes", "requested_bytes"), "used")
+        for metric, key in {**used, "reserved_bytes": "reserved"}.items():
+            flat[f"{metric}.all.current"] = found.get(key, 0)
+            flat[f"{metric}.all.peak"] = found.get(f"{key}_peak", 0)
+        return nested(flat)
+
+    for name in ("_cuda_memoryStats", "_accelerator_getDeviceStats"):
+        original = getattr(torch._C, name, None)
+        if original is not None and name not in _originals:
+            _originals[name] = original
+            setattr(torch._C, name, stats)
+
+
 def uninstall():
     """Puts torch's own functions back."""
     while _originals:

@@ -7,6 +7,7 @@ with a tag (a user's dict with that key is written as pairs):
     ["v", ...the same]                                  one of several values that share a range
     ["u", [items]]        tuple                         ["d", [[key, value], ...]]  dict with other keys than strings
     ["g", value, device]  a GPU value that came by host memory; device: its GPU's id
+    ["x", ...]            a GPU value by a token of the driver's: see `_foreign`
     ["f", "nan"]          float that JSON lacks         ["i", "0x..."]              integer over 64 bits
     ["c", re, im]         complex                       ["s", dtype, base64]        numpy scalar
     ["b"|"a"|"m", base64] bytes, bytearray, memoryview  ["o", name, version, fields]  registered type
@@ -39,7 +40,7 @@ class _Deep(Exception):
 class Encoded:
     """What `_native.send` needs, and what must live until it has returned."""
 
-    __slots__ = ("text", "tensors", "keep", "copies", "copied_bytes", "hosted", "inline", "gpu", "falls")
+    __slots__ = ("text", "tensors", "keep", "copies", "copied_bytes", "hosted", "inline", "gpu", "falls", "foreign", "by_host")
 
     def __init__(self):
         self.text = b""
@@ -50,15 +51,29 @@ class Encoded:
         self.hosted = 0  # GPU values that go by host memory
         self.inline = 0
         self.gpu = False  # whether there are values in GPU memory
-        self.falls = []  # (reason, or None for the connection's; bytes)
+        self.falls = []  # (best tier, the tier taken, reason or None for the connection's, bytes)
+        self.foreign = []  # values by token: (kind, bytes, first companion, last companion, what to keep)
+        self.by_host = {}  # tier -> (values, bytes), of those in `hosted`
+
+    def went_by_host(self, tier, nbytes):
+        """A GPU value goes by host memory."""
+        self.hosted += 1
+        self.copied_bytes += nbytes
+        values, before = self.by_host.get(tier, (0, 0))
+        self.by_host[tier] = (values + 1, before + nbytes)
 
 
 class _Encoder:
-    __slots__ = ("leaves", "imports", "tensors", "out", "gpu", "streams")
+    __slots__ = ("leaves", "imports", "tensors", "out", "gpu", "streams", "foreign", "why_copied", "by_choice")
 
-    def __init__(self, gpu=True):
+    def __init__(self, gpu=True, foreign=(), why_copied=None, by_choice=False):
         #: Whether GPU values may go by the GPU arena.
         self.gpu = gpu
+        #: Which kinds of token GPU values that are not the arena's may go by; or what is counted of each: (best, to, why).
+        self.foreign = foreign
+        self.why_copied = why_copied
+        #: Going by host memory was asked for, and is no fall.
+        self.by_choice = by_choice
         self.streams = {}  # device -> the stream that READY follows
         self.leaves = []  # (device, first byte, end, position, node)
         self.imports = {}  # handle -> index
@@ -110,9 +125,10 @@ def _close(group, low, high, tensors, streams, flags):
             node[0] = "v"
 
 
-def encode(value, header=None, root="out", readonly=False, gpu=True):
-    """Encodes a value. With `header` (JSON-ready) the text is `[header,value]`. Without `gpu`, GPU values go by host memory."""
-    encoder = _Encoder(gpu)
+def encode(value, header=None, root="out", readonly=False, gpu=True, foreign=(), why_copied=None, by_choice=False):
+    """Encodes a value. With `header` (JSON-ready) the text is `[header,value]`. Without `gpu`, GPU values go by host memory; for
+    the rest see `_Encoder`."""
+    encoder = _Encoder(gpu, foreign, why_copied, by_choice)
     try:
         body = _DISPATCH[type(value)](encoder, value, 0)
     except (No, _Deep, errors.Unsupported, RecursionError) as e:

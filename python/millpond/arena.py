@@ -4,14 +4,17 @@ import atexit
 import os
 import re
 
-from . import _ledger, _native, _owner, _ref, _session, _streams, canary, errors
+from . import _foreign, _ledger, _native, _owner, _ref, _session, _streams, canary, errors
 from .channel import Channel
 
-_UNITS = {"": 1, "b": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+# As the program's: see `parse_bytes` in ipc/src/owner/config.rs.
+_UNITS = {"": 1, "b": 1}
+_UNITS.update({letter + end: 1 << 10 * n for n, letter in enumerate("kmgt", 1) for end in ("", "ib")})
+_UNITS.update({letter + "b": 1000**n for n, letter in enumerate("kmgt", 1)})
 
 
 def parse_bytes(text):
-    """Bytes of "6GiB", "512 MiB", 4096; "80%" stays as it is, for the owner knows the device."""
+    """Bytes of "6GiB" or "6G" (of 1024), "6GB" (of 1000), 4096; "80%" stays as it is, for the owner knows the device."""
     if text is None:
         return None
     if isinstance(text, int) and not isinstance(text, bool):
@@ -23,7 +26,6 @@ def parse_bytes(text):
         number, unit = float(match.group(1)), match.group(2)
         if unit == "%" and 0 < number <= 100:
             return f"{number:g}%"
-        unit = unit[:-1] if unit.endswith("b") else unit
         if unit in _UNITS and number > 0:
             return int(number * _UNITS[unit])
     raise errors.InvalidArgument(f"{text!r} is no amount of memory: write 6442450944, '6GiB' or '80%'")
@@ -231,7 +233,7 @@ def record_stream(value, stream):
     """A received value is also used on this stream: it is not done before that stream's work so far."""
     address, _ = address_of(value)
     if address:
-        _native.record_stream(address, _streams.handle(stream))
+        _native.record_stream(_foreign.companion(address) or address, _streams.handle(stream))
 
 
 def address_of(value):

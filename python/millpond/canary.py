@@ -407,6 +407,11 @@ class _Torch(_Backend):
 
         return self._views(self._blocks(make))
 
+    def plain_probes(self):
+        """The same in torch's own memory."""
+        device = self.torch.cuda.current_device()
+        return self._views(self._blocks(lambda data: data.to(f"cuda:{device}")))
+
     def check(self, values):
         torch = self.torch
         wrong = {}

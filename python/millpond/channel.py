@@ -9,7 +9,7 @@ import select
 import threading
 import time
 
-from . import _calls, _decode, _native, _streams, _tree, canary, errors, tiers
+from . import _calls, _decode, _foreign, _native, _streams, _tree, canary, errors, tiers
 
 Peer = collections.namedtuple("Peer", "client name pid")
 Sent = collections.namedtuple("Sent", "tensors copies copied_bytes")
@@ -25,6 +25,10 @@ class Channel(_calls.Calls):
         self._handle = handle
         #: Who is at the other end: (client, name, pid).
         self.peer = Peer(peer.get("client"), peer.get("name"), peer.get("pid"))
+        self._serial = peer.get("serial") or handle
+        #: How GPU values are to go: None (the arena), "ipc" (memory that is not the arena's goes without a copy, by a token of the
+        #: driver's) or "host" (by host memory). `send(prefer=)` overrides it.
+        self.prefer = None
         self._sending = threading.RLock()
         self._state = threading.Condition(threading.Lock())
         self._reading = False
@@ -33,6 +37,7 @@ class Channel(_calls.Calls):
         self._canaries = collections.deque()
         self._tiers = tiers.Tiers(self.peer.name)
         self._gpu = canary.Prover(self)
+        self._foreign = _foreign.Prover(self)
         self._lazy = 0  # how many threads wait for a lazy value
         self._begin_calls()
 
@@ -52,18 +57,18 @@ class Channel(_calls.Calls):
 
     @property
     def tiers(self):
-        """How many values went by each tier so far: {"arena", "copy", "host", "inline"} (see `millpond.tiers`). Values that
-        share memory count as one."""
+        """How many values went by each tier so far: {"arena", "copy", "pool", "ipc", "pinned", "host", "inline"} (see
+        `millpond.tiers`). Values that share memory count as one."""
         return dict(self._tiers.counts)
 
     def fileno(self):
         """For `select` and `poll`: readable when a message can be received. The library owns it."""
         return _native.control("channel_fd", channel=self._handle)["fd"]
 
-    def send(self, value, timeout=None, readonly=False):
+    def send(self, value, timeout=None, readonly=False, prefer=None):
         """Sends a value. It may be dropped at once: the memory lives until the receiver is done. `readonly`: the receiver maps
-        the tensors read-only. Says what was copied."""
-        return self._transmit(["m"], value, timeout, readonly)
+        the tensors read-only. `prefer`: see `Channel.prefer`. Says what was copied."""
+        return self._transmit(["m"], value, timeout, readonly, prefer=prefer)
 
     def recv(self, timeout=None, wait=False, lazy=False):
         """The next value: numpy arrays and torch tensors as they were sent. `lazy=True`: every tensor is a `Ref`, nothing is
@@ -89,45 +94,82 @@ class Channel(_calls.Calls):
             except errors.Error:
                 pass  # it had ended from the other side
 
-    def _transmit(self, header, value, timeout=None, readonly=False, root="out"):
+    def _transmit(self, header, value, timeout=None, readonly=False, root="out", prefer=None):
         if self._ended is not None:
             raise type(self._ended)(*self._ended.args)
+        prefer = prefer or self.prefer
+        if prefer not in (None, "ipc", "host"):
+            raise errors.InvalidArgument(f'prefer={prefer!r}: None, "ipc" or "host"')
+        full = False
         while True:
-            encoded = self._encode(header, value, readonly, root)
+            encoded = self._encode(header, value, readonly, root, prefer, full)
             if not self._sending.acquire(timeout=-1 if timeout is None else timeout):
                 raise errors.Timeout(f"another thread has been sending for {timeout} s")
             try:
-                if header[0] != "k" and not self._gpu.admit(encoded, (header, value, readonly, root)):
+                if header[0] != "k" and not full and not self._gpu.admit(encoded, (header, value, readonly, root)):
                     continue
                 flags = _native.send(self._handle, encoded.text, encoded.tensors, _native.milliseconds(timeout))
                 break
+            except errors.OutOfMemory as e:
+                # No room for a copy in the arena: without a copy if that is possible, then by host memory.
+                if full == "host" or not encoded.gpu or header[0] == "k":
+                    raise
+                full = "ipc" if not full and prefer is None and self._foreign.kinds("ipc")[0] else "host"
+                size = sum(t[1] for t in encoded.tensors if t[4] >= 0)
+                self._tiers.fell("copy", full, f"the arena has no room for a copy: {e}", size, loud=True)
             finally:
                 self._sending.release()
-        if self._gpu.out == "asked":
+        if encoded.foreign:
+            _foreign.sent(encoded)
+        if self._gpu.out == "asked" or self._foreign.out == "asked":
             self._poll()  # for the answer, where nobody receives here
         if header[0] == "k":
             return None
-        copies, copied_bytes = encoded.copies, encoded.copied_bytes
+        return self._count(encoded, flags)
+
+    def _count(self, encoded, flags):
+        """Counts a message that has left."""
+        copies, copied_bytes, ranges_bytes = encoded.copies, encoded.copied_bytes, 0
         for tensor, flag in zip(encoded.tensors, flags):
+            ranges_bytes += tensor[1]
             if flag & _native.COPIED:
                 copies += 1
                 copied_bytes += tensor[1]
                 if tensor[4] >= 0:
-                    self._tiers.fell("a GPU tensor that is not arena memory was copied on its GPU", tensor[1])
+                    self._tiers.fell("arena", "copy", "a GPU tensor that is not arena memory was copied on its GPU", tensor[1])
                 else:
-                    self._tiers.fell("a value in host memory that is not the arena's was copied into it", tensor[1])
-        hosted = encoded.hosted
-        self._tiers.add(len(flags) - copies - hosted if copies or hosted else len(flags), copies, hosted, encoded.inline)
-        return Sent(len(flags), copies + hosted, copied_bytes)
+                    self._tiers.fell("arena", "copy", "a value in host memory that is not the arena's was copied into it", tensor[1])
+        hosted, by_token = encoded.hosted, encoded.foreign
+        ranges = len(flags) - 2 * len(by_token)  # two companions each
+        in_place = ranges - copies - hosted
+        add = self._tiers.add
+        if in_place > 0:
+            add("arena", in_place, max(0, ranges_bytes - copied_bytes))
+        if copies:
+            add("copy", copies, copied_bytes - sum(size for _, size in encoded.by_host.values()))
+        for tier, (values, size) in encoded.by_host.items():
+            add(tier, values, size)
+        for kind, size, *_ in by_token:
+            add(kind, 1, size)
+        if encoded.inline:
+            add("inline", encoded.inline, 0)
+        return Sent(ranges + len(by_token), copies + hosted, copied_bytes)
 
-    def _encode(self, header, value, readonly, root):
-        """Encodes for this peer: GPU values by the GPU arena if it is proved, else by host memory."""
+    def _encode(self, header, value, readonly, root, prefer=None, full=False):
+        """Encodes for this peer: GPU values by the GPU arena if it is proved, else by host memory. `full`: by what instead of a
+        copy, as the arena has no room for one."""
         if header[0] == "k":
-            return _tree.encode(value, header, root, readonly)
+            proof = header[1] == "gpu-x"
+            encoded = _tree.encode(value, header, root, readonly, foreign=_foreign.KINDS if proof else ())
+            if proof and (encoded.falls or not encoded.foreign):
+                raise errors.Unsupported(encoded.falls[0][2] if encoded.falls else "nothing of the proof went by token")
+            return encoded
         gpu = self._gpu
-        encoded = _tree.encode(value, header, root, readonly, gpu.out is not False)
-        for reason, nbytes in encoded.falls:
-            self._tiers.fell(gpu.reason if reason is None else reason, nbytes, loud=True)
+        kinds, why = ((), None) if prefer == "host" or full == "host" else self._foreign.kinds(full or prefer)
+        by_choice = prefer == "host" or full == "host"
+        encoded = _tree.encode(value, header, root, readonly, gpu.out is not False and not by_choice, kinds, why, by_choice)
+        for best, to, reason, nbytes in encoded.falls:
+            self._tiers.fell(best, to, gpu.reason if reason is None else reason, nbytes, loud=to != "copy")
         return encoded
 
     # Reading.
@@ -181,12 +223,13 @@ class Channel(_calls.Calls):
         eager = not self._lazy
         streams = _streams.all_current() if eager else ()
         text, tensors, sender = _native.receive(self._handle, ms, _native.LAZY | (_native.EAGER if eager else 0), streams)
-        message = _decode.Received(text, tensors, sender)
+        message = _decode.Received(text, tensors, sender, self._serial)
         kind = message.header[0]
         if kind == "k":
             if not message.header[1].startswith("gpu"):
                 return message
-            self._gpu.receive(message)  # here, where no lock is held
+            # Here, where no lock is held.
+            (self._foreign if message.header[1].startswith("gpu-x") else self._gpu).receive(message)
             return None
         if self._gpu.dropping:
             return None  # it comes again, by host memory

@@ -45,7 +45,8 @@ def _parse(arguments):
     parser.add_argument("--input", metavar="FILE", help="a .safetensors or .npy file")
     parser.add_argument("--driver", choices=("auto", "host", "cuda"), default="auto")
     parser.add_argument("--workers", type=int, default=2, metavar="N", help="workers: one loads, the others read (2 to 16)")
-    parser.add_argument("--limit", default="80%", help="memory of the arena, such as 6GiB (default 80%% of the device)")
+    sizes = "6GiB or 6G (of 1024), 6GB (of 1000)"
+    parser.add_argument("--limit", default="80%", help=f"memory of the arena, such as {sizes} (default 80%% of the device)")
     parser.add_argument("--round-trips", type=int, default=2000, metavar="N", help="hand-offs to be timed (default 2000)")
     parser.add_argument("--json", action="store_true", help="print the report as the last line, and nothing else")
     return parser.parse_args(arguments)

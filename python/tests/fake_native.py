@@ -67,7 +67,10 @@ class Fake:
             copy = (ctypes.c_char * nbytes).from_buffer_copy(ctypes.string_at(source, nbytes))
             ranges.append((copy, nbytes, device, flags & _native.READ_ONLY))
         self.queues[3 - channel].put((tree, ranges))
-        return [_native.COPIED if not t[3] else 0 for t in tensors]
+        return [0 if t[3] or self._holds(t[0]) else _native.COPIED for t in tensors]
+
+    def _holds(self, address):
+        return any(key <= address < key + len(buffer) for key, buffer in self.memory.items())
 
     def receive(self, channel, timeout_ms, flags, streams):
         try:

@@ -61,7 +61,7 @@ def test_the_canary_costs_no_message_and_no_tier_of_the_users(arena):
     good = start(arena, "counts", "-c", GOOD)
     with arena.accept(timeout=30) as conn:
         assert conn.recv(timeout=30) == "here"
-        assert conn.tiers == {"arena": 0, "copy": 0, "host": 0, "inline": 0}
+        assert set(conn.tiers.values()) == {0}
         conn.send(None)
         assert good.wait(20) == 0
 

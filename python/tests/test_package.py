@@ -128,6 +128,7 @@ def test_limits_that_people_write():
 
     assert parse_bytes("80%") == "80%" and parse_bytes("12.5 %") == "12.5%"
     assert parse_bytes("6GiB") == 6 << 30 and parse_bytes("1.5 KiB") == 1536 and parse_bytes("2GB") == 2 * 10**9
+    assert parse_bytes("6G") == parse_bytes("6 gib") == 6 << 30 and parse_bytes("1.5KB") == 1500 and parse_bytes("7b") == 7
     assert parse_bytes(4096) == 4096 and parse_bytes("4096") == 4096 and parse_bytes(None) is None
     for bad in ("", "80 percent", "0", "-5", "0%", "101%", "GiB", 0, -1, "1e9", True):
         with pytest.raises(millpond.InvalidArgument):

@@ -45,8 +45,8 @@ def gpu(monkeypatch, pair):
 
     def host(e, ref):
         data = ctypes.string_at(ref._memory.address, ref.nbytes)
-        e.out.hosted += 1
-        e.out.falls.append((None, len(data)))
+        e.out.went_by_host("host", len(data))
+        e.out.falls.append(("arena", "host", None, len(data)))
         hosted.append(data)
         return _tree._bytes(e, data * 32, 0)
 
@@ -201,7 +201,7 @@ def test_tiers_are_counted(conn):
     conn.call("hash", other, timeout=30)
     conn.call("echo", [b"small", np.float32(2), "text"], timeout=30)
     after = conn.tiers
-    assert {k: after[k] - before[k] for k in after} == {"arena": 1, "copy": 1, "host": 0, "inline": 2}
+    assert {k: after[k] - before[k] for k in after} == {"arena": 1, "copy": 1, "pool": 0, "ipc": 0, "pinned": 0, "host": 0, "inline": 2}
     assert millpond.counters()["tiers"]["copy"] >= 1
 
 
@@ -260,3 +260,18 @@ def test_a_cycle_is_refused_with_its_path(pair):
     value["a"][1]["b"] = value["a"]
     with pytest.raises(millpond.CannotCross, match=r'out\["a"\]\[1\]\["b"\] cannot cross: it contains itself: it is out\["a"\]'):
         pair[0].send(value)
+
+
+@native
+def test_a_keeper_can_ask_whether_receivers_are_done_without_waiting(arena):
+    from millpond import _native
+
+    with worker(arena, "keeper") as conn:
+        memory = _memory.block(512, -1)
+        ref = _ref.Ref(memory, 0, _dtypes.lookup("uint8"), (512,), None, "r")
+        assert _native.wait_done(memory.address, 0, _native.WAIT, 0) is None, "nobody has it"
+        pending = conn._transmit(["m"], ref)
+        with pytest.raises(millpond.Timeout):
+            _native.wait_done(memory.address, 0, _native.WAIT, 0)
+        assert pending.tensors == 1 and millpond._native.control("import_parted", **{"import": 12345})["parted"]
+    assert _native.wait_done(memory.address, 0, _native.WAIT, 2000) is None, "its receiver has gone"

@@ -1,5 +1,5 @@
-"""The doors on a GPU: the canary of the GPU tier, tiers, tickets, torch.multiprocessing."""
-from harness import GPU, Parent, check, equal, test, worker
+"""The doors on a GPU: the canary of the GPU tier, tickets, torch.multiprocessing, the real pyisolate and comfy-env."""
+from harness import GPU, Parent, Skip, check, equal, test, worker
 
 
 @worker
@@ -122,3 +122,182 @@ def torch_multiprocessing_carries_gpu_tensors():
     equal(same.data_ptr(), tensor.data_ptr(), "the same memory")
     millpond.torch.uninstall_reducer()
     p.close()
+
+
+# The real programs, from wheels that doors.sh fetched; skipped by name where they are not there.
+
+PYISOLATE_EXTENSION = """
+import os
+from pyisolate import ExtensionBase
+from millpond.integrations.pyisolate import Adapter
+
+class DoorAdapter(Adapter):
+    identifier = "gpu-door"
+
+class Door(ExtensionBase):
+    async def facts(self):
+        import sys, millpond
+        ours = sys.modules.get("millpond.torch")
+        return {"attached": millpond._session._info is not None, "installed": ours and ours.installed()}
+
+    async def fill(self, value, number):
+        import millpond
+        value[...] = number
+        kind = millpond._native.control("locate", address=value.data_ptr())["kind"]
+        return {"kind": kind, "device": value.device.type, "shape": list(value.shape), "sum": float(value.double().sum())}
+
+    async def make(self, n, device):
+        import torch
+        return {"a": torch.full((n,), 3.0, dtype=torch.bfloat16, device=device)}
+"""
+
+COMFY_PACK = """
+def facts():
+    import sys
+    m = sys.modules.get("millpond")
+    return {"attached": m is not None and m._session._info is not None}
+
+def fill(value, number):
+    import sys
+    value[...] = number
+    kind = sys.modules["millpond"]._native.control("locate", address=value.data_ptr())["kind"]
+    return {"kind": kind, "device": value.device.type, "sum": float(value.double().sum())}
+
+def make(n, device):
+    import torch
+    return {"image": torch.full((1, n, n, 3), 0.5, device=device)}
+"""
+
+UV = """#!/bin/sh
+# What pyisolate asks of uv, without a network: `uv venv PATH --seed --python PYTHON`.
+[ "$1" = venv ] || { echo "this uv only makes venvs: $*" >&2; exit 2; }
+exec "$5" -m venv --without-pip "$2"
+"""
+
+
+def door(name, folder):
+    """The package, from where it is installed or from carried wheels, for this process and those that it starts."""
+    import glob
+    import importlib.util
+    import os
+    import sys
+    import zipfile
+
+    wheels = os.environ.get("MILLPOND_DOORS") or os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "doors")
+    found = glob.glob(os.path.join(wheels, "*.whl"))
+    if importlib.util.find_spec(name) is None:
+        if not found:
+            raise Skip(f"{name} is not installed and {wheels} has no wheels: tests/gpu/doors.sh")
+        site = os.path.join(folder, "site")
+        for wheel in found:
+            with zipfile.ZipFile(wheel) as archive:
+                archive.extractall(site)
+        sys.path.append(site)
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), site]))
+        if importlib.util.find_spec(name) is None:
+            raise Skip(f"{name} is not among the wheels in {wheels}")
+    binaries = os.path.join(folder, "bin")
+    os.makedirs(binaries, exist_ok=True)
+    with open(os.path.join(binaries, "uv"), "w") as file:
+        file.write(UV)
+    os.chmod(os.path.join(binaries, "uv"), 0o755)
+    os.environ["PATH"] = binaries + os.pathsep + os.environ["PATH"]
+    sys.path.insert(0, folder)
+
+
+def tensor_in_arena(p):
+    torch = p.torch if p is not None else __import__("torch")
+    if GPU:
+        return torch.ones(1000, 257, device="cuda")
+    import millpond
+
+    made = millpond.empty((1000, 257), "float32", "cpu", "t")
+    made.fill_(1)
+    return made
+
+
+@test(timeout=120, host=True)
+def the_real_pyisolate():
+    """pyisolate 0.10.2: its host and child process; GPU tensors cross as offsets both ways, written in place."""
+    import asyncio
+    import os
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as folder:
+        door("pyisolate", folder)
+        with open(os.path.join(folder, "gpu_door_ext.py"), "w") as file:
+            file.write(PYISOLATE_EXTENSION)
+        os.makedirs(os.path.join(folder, "pack"))
+        open(os.path.join(folder, "pack", "__init__.py"), "w").close()
+        import gpu_door_ext
+        import pyisolate
+        from millpond import integrations
+
+        p = Parent()
+        pyisolate.register_adapter(gpu_door_ext.DoorAdapter())
+        manager = pyisolate.ExtensionManager(gpu_door_ext.Door, {"venv_root_path": os.path.join(folder, "venvs")})
+        extension = manager.load_extension(
+            {
+                "name": "door", "module_path": os.path.join(folder, "pack"), "isolated": True, "dependencies": [], "share_torch": True,
+                "share_cuda_ipc": False, "sandbox_mode": "disabled", "env": integrations.environment(p.arena, "pyisolate-child"),
+            }
+        )
+        loop = asyncio.new_event_loop()
+
+        def call(name, *args):
+            extension.proxy
+            return loop.run_until_complete(asyncio.wait_for(getattr(extension, name)(*args), 60))
+
+        facts = call("facts")
+        equal(facts["attached"], True, "the child is attached")
+        if GPU:
+            equal(facts["installed"], "replace", "torch's allocator in the child")
+        tensor = tensor_in_arena(p)
+        said = call("fill", tensor, 5.0)
+        equal(said, {"kind": "import", "device": "cuda" if GPU else "cpu", "shape": [1000, 257], "sum": 5.0 * 257_000}, "in the child")
+        equal(float(tensor.double().sum()), 5.0 * 257_000, "written in place")
+        made = call("make", 100_000, "cuda" if GPU else "cpu")["a"]
+        equal((made.device.type, float(made.double().sum())), ("cuda" if GPU else "cpu", 300_000.0), "the result")
+        kind = p.millpond._native.control("locate", address=made.data_ptr())["kind"]
+        equal(kind, "import" if GPU else kind, "where the result lies")
+        manager.stop_all_extensions()
+        loop.close()
+        p.close()
+
+
+@test(timeout=120, host=True)
+def the_real_comfy_env():
+    """comfy-env 0.4.46: its worker process and its canary; GPU tensors cross as offsets both ways."""
+    import os
+    import sys
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as folder:
+        door("comfy_env", folder)
+        with open(os.path.join(folder, "gpu_packmod.py"), "w") as file:
+            file.write(COMFY_PACK)
+        import millpond
+        from harness import DRIVER
+        from millpond.integrations import comfy_env, comfyui
+
+        comfy_env.install(limit="20%" if GPU else "256MiB", driver=DRIVER)
+        import torch  # noqa: F401
+
+        if GPU:
+            millpond.torch.install()
+        from comfy_env.isolation.workers import SubprocessWorker
+
+        process = SubprocessWorker(sys.executable, working_dir=folder, name="door")
+        try:
+            call = lambda name, **kw: process.call_module("gpu_packmod", name, timeout=60, **kw)  # noqa: E731
+            equal(call("facts"), {"attached": True}, "the worker is attached")
+            check(process.verify_transport(), "comfy-env's own canary")
+            tensor = tensor_in_arena(None)
+            device = "cuda" if GPU else "cpu"
+            equal(call("fill", value=tensor, number=4.0), {"kind": "import", "device": device, "sum": 4.0 * 257_000}, "in the worker")
+            equal(float(tensor.double().sum()), 4.0 * 257_000, "written in place")
+            image = call("make", n=256, device=device)["image"]
+            equal((image.device.type, float(image.double().mean())), (device, 0.5), "the result")
+        finally:
+            process.shutdown()
+            comfyui.close()

@@ -27,7 +27,8 @@ def main():
     os.environ["MILLPOND_TEST_DRIVER"] = options.driver
     import harness
 
-    for module in ("cases_allocator", "cases_graphs", "cases_handoff", "cases_death", "cases_doors", "cases_programs", "cases_queues", "cases_two_gpus"):
+    cases = "allocator graphs handoff death queues doors tiers programs two_gpus".split()
+    for module in (f"cases_{name}" for name in cases):
         __import__(module)
     if options.worker:
         return harness.be_worker(options.worker[0], options.worker[1:])

@@ -136,6 +136,12 @@ const char *millpond_version(void);
 // | context_events | device, allowed: not where graphs are captured that the hooks do not tell of | {} |
 // | counters | | messages, tensors, copies and socket bytes so far; leases, imported_bytes, foreign_frees |
 // | locate | address | kind (block, import, foreign), window, offset, device |
+// | copy_by_host | device, to, from, bytes, stream: one side is host memory; returns when it is there | pinned, pageable: bytes |
+// | import_parted | import | parted: it was let go of and no stream can reach it |
+// | pool_swap; pool_fd, pool_use; pool_import | device; ; device, peer (serial), theirs (its GPU), fd | id; fd (the caller closes it), reserved, used and their peaks; {} |
+// | foreign_export | device, address: memory that is not the arena's | kind (ipc, pool), token, offset, bytes |
+// | foreign_open; foreign_close | device, peer, kind, token, theirs | address, bytes; closed: it was the last |
+// | dma_buf | device, address, bytes | fd (the caller closes it), offset, bytes |
 // | doctor | | checks: [name, ok, detail, fix] |
 //
 // # Safety

@@ -7,6 +7,7 @@ use std::ptr::null_mut;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
+use millpond_allocator::driver::Stream;
 use millpond_ipc::client::{Channel, Client, Error, Located, OnOwnerDeath, Options, Place};
 use millpond_ipc::observer::{ObserveError, Observer};
 use millpond_ipc::owner::{Config, DriverChoice, Inline, Limit};
@@ -16,6 +17,7 @@ use serde::Deserialize;
 use serde_json::{json, Value};
 
 use crate::error::{give, guard, take, ApiError, Result};
+use crate::foreign::{self, Kind};
 use crate::{state, stats, tensor, torch};
 
 /// The version of this interface. It changes when a function or a structure does.
@@ -147,6 +149,54 @@ enum Op {
     Locate {
         address: u64,
     },
+    CopyByHost {
+        device: u32,
+        to: u64,
+        from: u64,
+        bytes: u64,
+        stream: u64,
+    },
+    ImportParted {
+        import: u64,
+    },
+    PoolSwap {
+        device: u32,
+    },
+    PoolFd {
+        device: u32,
+    },
+    PoolUse {
+        device: u32,
+    },
+    PoolImport {
+        device: u32,
+        peer: u64,
+        theirs: u32,
+        fd: i32,
+    },
+    ForeignExport {
+        device: u32,
+        address: u64,
+    },
+    ForeignOpen {
+        device: u32,
+        peer: u64,
+        kind: Kind,
+        token: String,
+        #[serde(default)]
+        theirs: u32,
+    },
+    ForeignClose {
+        device: u32,
+        peer: u64,
+        kind: Kind,
+        token: String,
+    },
+    DmaBuf {
+        device: u32,
+        address: u64,
+        bytes: u64,
+    },
     Doctor,
 }
 
@@ -168,6 +218,12 @@ enum Op {
 /// | context_events | device, allowed: not where graphs are captured that the hooks do not tell of | {} |
 /// | counters | | messages, tensors, copies and socket bytes so far; leases, imported_bytes, foreign_frees |
 /// | locate | address | kind (block, import, foreign), window, offset, device |
+/// | copy_by_host | device, to, from, bytes, stream: one side is host memory; returns when it is there | pinned, pageable: bytes |
+/// | import_parted | import | parted: it was let go of and no stream can reach it |
+/// | pool_swap; pool_fd, pool_use; pool_import | device; ; device, peer (serial), theirs (its GPU), fd | id; fd (the caller closes it), reserved, used and their peaks; {} |
+/// | foreign_export | device, address: memory that is not the arena's | kind (ipc, pool), token, offset, bytes |
+/// | foreign_open; foreign_close | device, peer, kind, token, theirs | address, bytes; closed: it was the last |
+/// | dma_buf | device, address, bytes | fd (the caller closes it), offset, bytes |
 /// | doctor | | checks: [name, ok, detail, fix] |
 ///
 /// # Safety
@@ -252,6 +308,19 @@ fn run(op: Op) -> Result<Value> {
         Op::GetFraction { device } => with_heap(device, |heap| json!({ "fraction": fraction(heap) }), || json!({ "fraction": 1.0 }))?,
         Op::Counters => counters(&*state::client()?),
         Op::Locate { address } => locate(&*state::client()?, address),
+        Op::CopyByHost { device, to, from, bytes, stream } => {
+            let copied = state::client()?.copy_by_host(device, to, from, bytes, Stream(stream))?;
+            json!({"pinned": copied.pinned, "pageable": copied.pageable})
+        }
+        Op::ImportParted { import } => json!({ "parted": state::client()?.is_parted(import) }),
+        Op::PoolSwap { device } => foreign::swap(device)?,
+        Op::PoolFd { device } => foreign::pool_fd(device)?,
+        Op::PoolUse { device } => foreign::pool_use(device)?,
+        Op::PoolImport { device, peer, theirs, fd } => foreign::pool_import(device, peer, theirs, fd)?,
+        Op::ForeignExport { device, address } => foreign::export(device, address)?,
+        Op::ForeignOpen { device, peer, kind, token, theirs } => foreign::open(device, peer, kind, &token, theirs)?,
+        Op::ForeignClose { device, peer, kind, token } => foreign::close(device, peer, kind, &token)?,
+        Op::DmaBuf { device, address, bytes } => foreign::dma_buf(device, address, bytes)?,
         Op::Doctor => {
             let owner = state::if_attached().map(|client| client.socket().clone());
             let key = std::env::var("MILLPOND_KEY").unwrap_or_default();
@@ -344,6 +413,7 @@ fn counters(client: &Client) -> Value {
         "copied_tensors": get(&c.copied_tensors), "copied_bytes": get(&c.copied_bytes),
         "socket_bytes_sent": sent, "socket_bytes_received": received,
         "leases": client.leases(), "imported_bytes": client.imported_bytes(),
+        "pinned_bytes": client.pinned_bytes(),
         "foreign_frees": get(&state::FOREIGN_FREES),
     })
 }

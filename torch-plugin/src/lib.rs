@@ -3,6 +3,7 @@
 //! * [`torch`]: `malloc`, `free` and torch's optional hooks. No GIL, no message, no wait but for growth.
 //! * [`control`]: everything that is not hot, as one JSON request and one JSON answer.
 //! * [`tensor`]: blocks, messages, imports.
+//! * [`foreign`]: memory that is not the arena's, by tokens of the driver's.
 //! * [`ticket`]: values for receivers that are not known yet.
 //! * [`dlpack`]: tensors for other libraries, with a deleter of ours.
 //! * [`throw`]: torch's own out-of-memory exception, by symbols found at run time; [`cache_info`]: the one answer that
@@ -16,6 +17,7 @@ pub mod cache_info;
 pub mod control;
 pub mod dlpack;
 pub mod error;
+pub mod foreign;
 pub mod state;
 pub mod stats;
 pub mod tensor;

@@ -16,9 +16,11 @@ pub mod conformance;
 
 mod device;
 mod error;
+mod sharing;
 
 pub use device::{DeviceId, DeviceInfo, ParseDeviceIdError};
 pub use error::{CuResult, DriverError};
+pub use sharing::{pieces, Pool, PoolUse, Sharing, Token, POOL_PIECE, POOL_PIECES};
 
 use std::fmt::Debug;
 use std::os::fd::{BorrowedFd, OwnedFd};
@@ -114,6 +116,11 @@ pub trait Driver: Send + Sync + Debug {
 
     /// Whether addresses of this device can be read and written by the CPU (the host device).
     fn is_host(&self) -> bool;
+
+    /// What this device can do with memory that is not the arena's. `None` on the host device, as on one that has none of it.
+    fn sharing(&self) -> Option<&dyn Sharing> {
+        None
+    }
 
     /// Makes the device's primary context usable from here on. Idempotent. Costs hundreds of MiB on a GPU: an owner never calls it.
     ///

@@ -12,8 +12,9 @@ use std::time::Duration;
 use millpond_allocator::driver::host::{HostConfig, HostPlatform};
 use millpond_allocator::driver::{cuda::CudaPlatform, Access, Addr, DeviceId, Driver, DriverError, Event, Platform, Stream, StreamId};
 use millpond_allocator::heap::{ChunkSource, GrowError, Heap, HeapConfig, Live, LiveSink};
+use millpond_allocator::pins::Pins;
 use millpond_allocator::timeline::{Slots, TimelineError, Timelines, Word};
-use millpond_allocator::window::{Chunk, Window};
+use millpond_allocator::window::{Chunk, Unmapping, Window};
 use parking_lot::Mutex;
 
 use super::error::Error;
@@ -70,9 +71,17 @@ pub(super) struct Shared {
     pub(super) leases: Arc<Leases>,
     pub(super) slots: Arc<Slots>,
     pub(super) platforms: Arc<Platforms>,
+    pub(super) pins: Arc<Pins>,
     pub(super) me: u32,
     /// The client has left: its slot may be another's, so it writes nothing there any more.
     pub(super) left: Arc<AtomicBool>,
+}
+
+impl Shared {
+    /// Who must know of what a device unmaps: host memory may be registered with a GPU's driver.
+    fn unmapping(&self, driver: &Arc<dyn Driver>) -> Option<Arc<dyn Unmapping>> {
+        driver.is_host().then(|| self.pins.clone() as Arc<dyn Unmapping>)
+    }
 }
 
 /// The words of the control memory, for [`Timelines`].
@@ -238,7 +247,7 @@ impl Device {
         driver.attach_context()?;
         let memory = Arc::new(Words(self.shared.control.clone()));
         let timelines = Arc::new(Timelines::new(driver.clone(), memory, self.shared.slots.clone())?);
-        let window = Window::reserve(driver.clone(), self.grant.window_bytes, Access::ReadWrite)?;
+        let window = Window::reserve(driver.clone(), self.grant.window_bytes, Access::ReadWrite)?.telling(self.shared.unmapping(&driver));
         let source = Arc::new(Source { shared: self.shared.clone(), device: self.grant.index, window: self.grant.window });
         let sink = Arc::new(Sink {
             control: self.shared.control.clone(),
@@ -307,7 +316,8 @@ impl Opened {
             Some(peer) => peer.clone(),
             None => {
                 let access = if read_only { Access::ReadOnly } else { Access::ReadWrite };
-                let peer = Arc::new(Window::reserve(self.driver.clone(), self.window_bytes, access)?);
+                let peer = Window::reserve(self.driver.clone(), self.window_bytes, access)?;
+                let peer = Arc::new(peer.telling(self.shared.unmapping(&self.driver)));
                 peers.insert((window, read_only), peer.clone());
                 peer
             }
@@ -456,6 +466,11 @@ impl Opened {
         }
         let peer = self.peers.lock().get(&(window, read_only)).cloned();
         peer.map(|peer| peer.chunks_in(offset, bytes).iter().map(|chunk| chunk.epoch).collect()).unwrap_or_default()
+    }
+
+    /// The peer's window that an address lies in.
+    pub(super) fn peer_window_at(&self, addr: Addr) -> Option<Arc<Window>> {
+        self.peers.lock().values().find(|peer| peer.offset_of(addr).is_some()).cloned()
     }
 
     /// Which window of this device an address lies in, and where.

@@ -65,6 +65,8 @@ struct Slab {
 #[derive(Debug)]
 struct Parting {
     id: u64,
+    /// What its import was known by.
+    handle: u64,
     hold: HoldRef,
     device: u32,
     /// Streams that may use it and have not signalled since.
@@ -184,6 +186,7 @@ impl Imports {
         self.waiting.fetch_add(1, Ordering::Relaxed);
         self.parting.lock().push(Parting {
             id: self.next.fetch_add(1, Ordering::Relaxed),
+            handle,
             hold: import.hold,
             device: import.device,
             streams: import.streams,
@@ -205,6 +208,13 @@ impl Imports {
             record.finish(hold.generation, self.me as u8, done.map(|signal| (signal.timeline, signal.value)));
             self.control.changes().fetch_add(1, Ordering::Relaxed);
         }
+    }
+
+    /// Whether an import was let go of and no stream can reach it any more.
+    pub(super) fn is_parted(&self, handle: u64) -> bool {
+        let mut slab = self.slab.lock();
+        let held = entry(&mut slab, handle).is_some_and(|entry| entry.is_some());
+        !held && !self.parting.lock().iter().any(|parting| parting.handle == handle)
     }
 
     /// Whether anything waits to be let go.

@@ -8,6 +8,7 @@ mod fault;
 mod import;
 mod lease;
 mod link;
+mod pinned;
 mod receive;
 mod send;
 mod tend;
@@ -31,6 +32,7 @@ use std::time::{Duration, Instant};
 
 use millpond_allocator::driver::{Addr, DeviceId, DeviceInfo, Driver, Platform, Stream};
 use millpond_allocator::heap::Heap;
+use millpond_allocator::pins::Pins;
 use millpond_allocator::timeline::Slots;
 use parking_lot::Mutex;
 
@@ -158,6 +160,8 @@ pub struct Client {
     pidfds: Mutex<HashMap<u64, OwnedFd>>,
     /// Set when the owner is gone.
     wake: Mutex<Option<Wake>>,
+    /// GPUs that the arena does not serve, by ordinal, as far as they were asked for.
+    gpus: Mutex<HashMap<u32, Arc<dyn Driver>>>,
     host_waits: bool,
     /// What has been done so far.
     pub counters: Counters,
@@ -189,6 +193,7 @@ impl Client {
             leases,
             slots,
             platforms: Arc::new(Platforms::default()),
+            pins: Arc::new(Pins::new(pinned::default_limit())),
             me,
             left: Arc::default(),
         };
@@ -204,6 +209,7 @@ impl Client {
             windows: Mutex::default(),
             pidfds: Mutex::default(),
             wake: Mutex::default(),
+            gpus: Mutex::default(),
             host_waits: options.host_waits,
             counters: Counters::default(),
             notices: Mutex::default(),

@@ -36,23 +36,35 @@ pub enum Limit {
     Percent(f64),
 }
 
-/// A number of bytes as people write it: with or without K, M, G or T (powers of 1024; KiB, MB … mean the same).
+/// A number of bytes as people write it. K, M, G, T and KiB, MiB, GiB, TiB are powers of 1024; KB, MB, GB, TB are powers of 1000.
+/// As `millpond.arena.parse_bytes` reads it, in Python.
 ///
 /// # Errors
 /// A sentence for the one who wrote it.
 pub fn parse_bytes(text: &str) -> Result<u64, String> {
-    let error = || format!("{text:?} is no size: expected bytes, with or without K, M, G or T");
+    let error = || format!("{text:?} is no size: expected bytes, 6G or 6GiB (of 1024), or 6GB (of 1000)");
     let lower = text.trim().to_ascii_lowercase();
     let digits = lower.trim_end_matches(|c: char| c.is_ascii_alphabetic());
-    let shift = match lower.get(digits.len()..).unwrap_or_default() {
-        "" | "b" => 0,
-        "k" | "kb" | "kib" => 10,
-        "m" | "mb" | "mib" => 20,
-        "g" | "gb" | "gib" => 30,
-        "t" | "tb" | "tib" => 40,
+    let unit: u64 = match lower.get(digits.len()..).unwrap_or_default() {
+        "" | "b" => 1,
+        "k" | "kib" => 1 << 10,
+        "m" | "mib" => 1 << 20,
+        "g" | "gib" => 1 << 30,
+        "t" | "tib" => 1 << 40,
+        "kb" => 1_000,
+        "mb" => 1_000_000,
+        "gb" => 1_000_000_000,
+        "tb" => 1_000_000_000_000,
         _ => return Err(error()),
     };
-    digits.trim().parse::<u64>().ok().and_then(|n| n.checked_mul(1 << shift)).ok_or_else(error)
+    let digits = digits.trim();
+    if let Some((whole, part)) = digits.split_once('.') {
+        let plain = |text: &str| !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
+        let number = if plain(whole) && plain(part) { digits.parse::<f64>().ok() } else { None };
+        let bytes = number.map(|number| number * unit as f64).filter(|bytes| *bytes < u64::MAX as f64);
+        return bytes.map(|bytes| bytes as u64).ok_or_else(error);
+    }
+    digits.parse::<u64>().ok().and_then(|n| n.checked_mul(unit)).ok_or_else(error)
 }
 
 impl std::str::FromStr for Limit {

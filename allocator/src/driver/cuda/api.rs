@@ -10,7 +10,10 @@ use std::fmt;
 use std::mem::ManuallyDrop;
 use std::path::PathBuf;
 
-use cudarc::driver::sys::{CUcontext, CUdevice, CUdeviceptr, CUevent, CUmemAccessDesc, CUmemAllocationProp, CUstream, CUuuid};
+use cudarc::driver::sys::{
+    CUcontext, CUdevice, CUdeviceptr, CUevent, CUipcMemHandle, CUmemAccessDesc, CUmemAllocationProp, CUmemPoolProps, CUmemoryPool,
+    CUstream, CUuuid,
+};
 use libloading::os::unix::Library;
 
 use super::library;
@@ -133,6 +136,23 @@ table! {
         fn cuStreamWaitValue64_v2(stream: CUstream, addr: CUdeviceptr, value: u64, flags: c_uint) = "cuStreamWaitValue64_v2";
         fn cuStreamWriteValue64(stream: CUstream, addr: CUdeviceptr, value: u64, flags: c_uint) = "cuStreamWriteValue64";
         fn cuStreamWaitValue64(stream: CUstream, addr: CUdeviceptr, value: u64, flags: c_uint) = "cuStreamWaitValue64";
+
+        // Memory of others' making: see `sharing`.
+        fn cuPointerGetAttribute(value: *mut c_void, attribute: c_uint, addr: CUdeviceptr) = "cuPointerGetAttribute";
+        fn cuIpcGetMemHandle(handle: *mut CUipcMemHandle, addr: CUdeviceptr) = "cuIpcGetMemHandle";
+        fn cuIpcOpenMemHandle(addr: *mut CUdeviceptr, handle: CUipcMemHandle, flags: c_uint) = "cuIpcOpenMemHandle_v2" | "cuIpcOpenMemHandle";
+        fn cuIpcCloseMemHandle(addr: CUdeviceptr) = "cuIpcCloseMemHandle";
+        fn cuMemPoolCreate(pool: *mut CUmemoryPool, props: *const CUmemPoolProps) = "cuMemPoolCreate";
+        fn cuDeviceSetMemPool(device: CUdevice, pool: CUmemoryPool) = "cuDeviceSetMemPool";
+        fn cuMemPoolSetAttribute(pool: CUmemoryPool, attribute: c_uint, value: *mut c_void) = "cuMemPoolSetAttribute";
+        fn cuMemPoolGetAttribute(pool: CUmemoryPool, attribute: c_uint, value: *mut c_void) = "cuMemPoolGetAttribute";
+        fn cuMemPoolSetAccess(pool: CUmemoryPool, access: *const CUmemAccessDesc, count: usize) = "cuMemPoolSetAccess";
+        fn cuMemPoolExportToShareableHandle(shareable: *mut c_void, pool: CUmemoryPool, kind: c_uint, flags: c_ulonglong) = "cuMemPoolExportToShareableHandle";
+        fn cuMemPoolImportFromShareableHandle(pool: *mut CUmemoryPool, shareable: *mut c_void, kind: c_uint, flags: c_ulonglong) = "cuMemPoolImportFromShareableHandle";
+        fn cuMemPoolExportPointer(data: *mut c_void, addr: CUdeviceptr) = "cuMemPoolExportPointer";
+        fn cuMemPoolImportPointer(addr: *mut CUdeviceptr, pool: CUmemoryPool, data: *mut c_void) = "cuMemPoolImportPointer";
+        fn cuMemFreeAsync(addr: CUdeviceptr, stream: CUstream) = "cuMemFreeAsync";
+        fn cuMemGetHandleForAddressRange(handle: *mut c_void, addr: CUdeviceptr, bytes: usize, kind: c_uint, flags: c_ulonglong) = "cuMemGetHandleForAddressRange";
     }
 }
 

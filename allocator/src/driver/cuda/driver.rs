@@ -18,16 +18,16 @@ use super::context::{Context, Relaxed};
 use super::handles::{may_be_memory, Handles};
 use super::survey::{allocation, attribute_of, location, Survey, Words};
 use crate::driver::{Access, Addr, Capture, CuResult, DeviceInfo, Driver, DriverError, Event, MemInfo, Memory, PointerInfo, Result};
-use crate::driver::{Stream, StreamId};
+use crate::driver::{Sharing, Stream, StreamId};
 
 const POSIX_FD: u32 = CUmemAllocationHandleType::CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR.0;
 
 /// One GPU. Dropping it calls nothing: the context and the memory stay until the process ends.
 #[derive(Debug)]
 pub struct CudaDriver {
-    api: Arc<Api>,
-    survey: Survey,
-    context: Context,
+    pub(super) api: Arc<Api>,
+    pub(super) survey: Survey,
+    pub(super) context: Context,
     handles: Handles,
     peer_access: AtomicBool,
     /// Ordinals of the visible devices that can reach this one's memory, once they were asked for.
@@ -46,7 +46,7 @@ impl CudaDriver {
         self.peer_access.store(grant, Ordering::Relaxed);
     }
 
-    fn peers(&self) -> Result<&[u32]> {
+    pub(super) fn peers(&self) -> Result<&[u32]> {
         if let Some(peers) = self.peers.get() {
             return Ok(peers);
         }
@@ -82,6 +82,10 @@ impl Driver for CudaDriver {
         false
     }
 
+    fn sharing(&self) -> Option<&dyn Sharing> {
+        Some(self)
+    }
+
     fn attach_context(&self) -> Result<()> {
         self.context.attach()
     }
@@ -102,7 +106,7 @@ impl Driver for CudaDriver {
             return Err(invalid(CALL));
         }
         let _mode = Relaxed::enter(&self.api);
-        let prop = allocation(self.survey.info.ordinal, self.survey.rdma);
+        let prop = allocation(self.survey.info.ordinal, self.survey.rdma, self.survey.kind);
         let mut handle = 0;
         // SAFETY: the driver reads one CUmemAllocationProp and writes one handle.
         unsafe { self.api.cuMemCreate(&mut handle, bytes as usize, &prop, 0) }?;
@@ -408,11 +412,11 @@ impl Driver for CudaDriver {
     }
 }
 
-fn raw(stream: Stream) -> CUstream {
+pub(super) fn raw(stream: Stream) -> CUstream {
     stream.0 as CUstream
 }
 
-fn invalid(call: &'static str) -> DriverError {
+pub(super) fn invalid(call: &'static str) -> DriverError {
     DriverError::Call { call, result: CuResult::INVALID_VALUE }
 }
 

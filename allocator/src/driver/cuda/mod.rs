@@ -10,7 +10,8 @@
 //! * `survey`: what a device is, and what it lacks.
 //! * `context`: the primary context, and what a thread's state is put back to.
 //! * `handles`: the physical memory that a driver holds.
-//! * `platform`, `driver`: the seam's two traits.
+//! * `kind`: in what form memory is shared.
+//! * `platform`, `driver`: the seam's two traits; `sharing`: its third, for memory that is not the arena's.
 //!
 //! cudarc supplies struct layouts and constants, and nothing that runs.
 
@@ -18,17 +19,22 @@ mod api;
 mod context;
 mod driver;
 mod handles;
+mod kind;
 mod library;
 mod origin;
 mod platform;
+mod sharing;
 mod survey;
 
+#[cfg(test)]
+mod sharing_tests;
 #[cfg(test)]
 mod stub;
 #[cfg(test)]
 mod tests;
 
 pub use driver::CudaDriver;
+pub use kind::HandleKind;
 pub use platform::CudaPlatform;
 
 // Sizes cross the seam as u64 and reach the driver as size_t.

@@ -8,6 +8,7 @@ use std::sync::Arc;
 use libloading::os::unix::Library;
 
 use super::api::Api;
+use super::kind::HandleKind;
 use super::survey::{self, Survey};
 use super::{library, CudaDriver};
 use crate::driver::{CuResult, DeviceId, DeviceInfo, Driver, DriverError, Platform, Result};
@@ -23,6 +24,8 @@ pub struct CudaPlatform {
     initialised: AtomicBool,
     /// What new drivers start with; see [`CudaDriver::set_peer_access`].
     grant_peers: AtomicBool,
+    /// In what form memory is shared.
+    kind: HandleKind,
     /// What the machine lacks for an arena on any device; asked at each opening.
     machine_lacks: fn() -> Option<&'static str>,
 }
@@ -48,7 +51,20 @@ impl CudaPlatform {
     fn over(library: Library, machine_lacks: fn() -> Option<&'static str>) -> Result<Self> {
         let api = Arc::new(Api::resolve(library)?);
         tracing::debug!(file = api.file(), "CUDA driver library loaded");
-        Ok(Self { api, initialised: AtomicBool::new(false), grant_peers: AtomicBool::new(false), machine_lacks })
+        Ok(Self {
+            api,
+            initialised: AtomicBool::new(false),
+            grant_peers: AtomicBool::new(false),
+            kind: HandleKind::default(),
+            machine_lacks,
+        })
+    }
+
+    /// The same platform with memory that is shared in another form. Devices for which millpond cannot do that are refused by name.
+    #[must_use]
+    pub fn with_handles(mut self, kind: HandleKind) -> Self {
+        self.kind = kind;
+        self
     }
 
     /// Whether drivers opened from here on let visible peer devices reach what they map (default: no).
@@ -88,7 +104,7 @@ impl CudaPlatform {
         let mut count = 0;
         // SAFETY: the driver writes one int.
         unsafe { self.api.cuDeviceGetCount(&mut count) }?;
-        (0..u32::try_from(count).unwrap_or(0)).map(|ordinal| Survey::of(&self.api, ordinal, version)).collect()
+        (0..u32::try_from(count).unwrap_or(0)).map(|ordinal| Survey::of(&self.api, ordinal, version, self.kind)).collect()
     }
 
     /// Initialises the driver, the first time. This is where it reads `CUDA_VISIBLE_DEVICES`.

@@ -1,8 +1,8 @@
 // A driver library for tests: it counts its calls, checks what it is passed, and answers plausible values.
 //
 // Prototypes and structs are written out from cuda.h, so that a wrong argument order or layout on the Rust side shows here.
-// Settings: INIT (cuInit's answer), VERSION, RDMA, VMM, WORDS2, WORDS1, COMPUTE_MODE, OLD (leave CUDA 12 functions out),
-// FIRST_WORDS (leave the _v2 stream memory operations out), DEVICES, PEER.
+// Settings: INIT (cuInit's answer), VERSION, RDMA, VMM, WORDS2, WORDS1, COMPUTE_MODE, MPS, OLD (leave CUDA 12 functions out),
+// SHARING (pools, IPC, dma-buf: kinds of handle that pools have), FIRST_WORDS (leave the _v2 stream memory operations out), DEVICES, PEER.
 #include <fcntl.h>
 #include <stddef.h>
 #include <string.h>
@@ -28,6 +28,9 @@
 #endif
 #ifndef COMPUTE_MODE
 #define COMPUTE_MODE 0
+#endif
+#ifndef MPS
+#define MPS 0
 #endif
 #ifndef DEVICES
 #define DEVICES 2
@@ -89,8 +92,12 @@ CUresult cuDeviceGetAttribute(int *v, int a, CUdevice d) {
     case 102: *v = VMM; return 0;
     case 103: *v = 1; return 0;
     case 110: *v = RDMA; return 0;
+#ifdef SHARING
+    case 119: *v = SHARING; return 0;
+    case 124: *v = SHARING & 1; return 0;
+#endif
     case 122: *v = WORDS2; return 0;
-    case 133: *v = 0; return 0;
+    case 133: *v = MPS; return 0;
     default: return d >= DEVICES ? 101 : INVALID_VALUE;
     }
 }
@@ -144,7 +151,11 @@ CUresult cuStreamDestroy_v2(CUstream s) { NEEDS_CONTEXT; return s == (CUstream)0
 CUresult cuStreamGetId(CUstream s, u64 *id) { NEEDS_CONTEXT; counts.ids++; *id = (u64)s + 1000; return 0; }
 CUresult cuCtxRecordEvent(CUcontext c, CUevent e) { NEEDS_CONTEXT; UNSAFE; return c == PRIMARY && e == (CUevent)0xe1 ? 0 : INVALID_VALUE; }
 #endif
-CUresult cuStreamSynchronize(CUstream s) { NEEDS_CONTEXT; UNSAFE; return s == (CUstream)0x51 ? 987 : 0; }
+CUresult cuStreamSynchronize(CUstream s) { NEEDS_CONTEXT; UNSAFE; 
+#ifdef SHARING
+    return 0;
+#endif
+    return s == (CUstream)0x51 ? 987 : 0; }
 CUresult cuStreamQuery(CUstream s) { NEEDS_CONTEXT; UNSAFE; return s == (CUstream)0x51 ? NOT_READY : 0; }
 CUresult cuStreamIsCapturing(CUstream s, int *status) { NEEDS_CONTEXT; *status = (int)(size_t)s % 3; return 0; }
 CUresult cuStreamWaitEvent(CUstream s, CUevent e, unsigned flags) { NEEDS_CONTEXT; return s == (CUstream)0x51 && e == (CUevent)0xe1 && !flags ? 0 : INVALID_VALUE; }
@@ -166,4 +177,51 @@ CUresult cuStreamWaitValue64(CUstream s, u64 a, u64 v, unsigned flags) { return 
 #ifndef FIRST_WORDS
 CUresult cuStreamWriteValue64_v2(CUstream s, u64 a, u64 v, unsigned flags) { return word(s, a, v, flags, 1); }
 CUresult cuStreamWaitValue64_v2(CUstream s, u64 a, u64 v, unsigned flags) { return word(s, a, v, flags, 1); }
+#endif
+
+// Memory of others' making: only with -DSHARING, as all of it is optional.
+#ifdef SHARING
+typedef struct { char reserved[64]; } CUipcMemHandle;
+typedef struct { int allocType, handleTypes; CUmemLocation location; void *win32; size_t maxSize; unsigned short usage; unsigned char reserved[54]; } CUmemPoolProps;
+typedef struct pool *CUmemoryPool;
+#define POOL ((CUmemoryPool)0xb001)
+static int exported; // The pool's handle goes first, else every pointer is refused.
+CUresult cuPointerGetAttribute(void *out, int a, u64 p) {
+    NEEDS_CONTEXT; if (p < 0x1000) return INVALID_VALUE;
+    switch (a) {
+    case 11: *(u64 *)out = p & ~0xfffull; return 0;
+    case 12: *(u64 *)out = 0x3000; return 0;
+    case 17: *(void **)out = p == 0x9000 ? POOL : 0; return 0;
+    default: return INVALID_VALUE;
+    }
+}
+CUresult cuIpcGetMemHandle(CUipcMemHandle *h, u64 p) { NEEDS_CONTEXT; UNSAFE; if (p != 0x8000) return INVALID_VALUE; memset(h, 0x8f, 64); return 0; }
+CUresult cuIpcOpenMemHandle_v2(u64 *p, CUipcMemHandle h, unsigned flags) {
+    NEEDS_CONTEXT; UNSAFE; for (int i = 0; i < 64; i++) if ((unsigned char)h.reserved[i] != 0x8f) return INVALID_VALUE;
+    *p = 0xa000; return flags == 1 ? 0 : INVALID_VALUE;
+}
+CUresult cuIpcCloseMemHandle(u64 p) { NEEDS_CONTEXT; UNSAFE; return p == 0xa000 ? 0 : INVALID_VALUE; }
+CUresult cuMemPoolCreate(CUmemoryPool *pool, const CUmemPoolProps *p) {
+    CALL; UNSAFE; *pool = POOL; if (sizeof *p != 88 || p->allocType != 1 || p->handleTypes != 1 || p->location.type != 1 || p->win32 || p->maxSize) return INVALID_VALUE;
+    for (int i = 0; i < 54; i++) if (p->reserved[i] || p->usage) return INVALID_VALUE;
+    return 0;
+}
+CUresult cuDeviceSetMemPool(CUdevice d, CUmemoryPool p) { CALL; return d == 0 && p == POOL ? 0 : INVALID_VALUE; }
+CUresult cuMemPoolSetAttribute(CUmemoryPool p, int a, void *v) {
+    CALL; if (p != POOL || a < 1 || a > 4) return INVALID_VALUE; return a == 4 ? (*(u64 *)v == ~0ull ? 0 : INVALID_VALUE) : *(int *)v == 1 ? 0 : INVALID_VALUE;
+}
+CUresult cuMemPoolGetAttribute(CUmemoryPool p, int a, void *v) { CALL; if (p != POOL || a < 5 || a > 8) return INVALID_VALUE; *(u64 *)v = a * 10; return 0; }
+CUresult cuMemPoolSetAccess(CUmemoryPool p, const CUmemAccessDesc *d, size_t n) { CALL; counts.grants = (int)n; counts.last_id = d->location.id; return p == POOL && d->flags == 3 ? 0 : INVALID_VALUE; }
+CUresult cuMemPoolExportToShareableHandle(void *out, CUmemoryPool p, int kind, u64 flags) {
+    CALL; UNSAFE; if (p != POOL || kind != 1 || flags) return INVALID_VALUE; exported = 1; *(int *)out = open("/dev/null", O_RDWR); return 0;
+}
+CUresult cuMemPoolImportFromShareableHandle(CUmemoryPool *p, void *os, int kind, u64 flags) {
+    NEEDS_CONTEXT; counts.import_fd = (int)(size_t)os; *p = POOL; return kind == 1 && !flags ? 0 : INVALID_VALUE;
+}
+CUresult cuMemPoolExportPointer(void *data, u64 p) { NEEDS_CONTEXT; if (p != 0x9000 || !exported) return INVALID_VALUE; memset(data, 0x9f, 64); return 0; }
+CUresult cuMemPoolImportPointer(u64 *p, CUmemoryPool pool, void *data) { NEEDS_CONTEXT; *p = 0xc000; return pool == POOL && *(unsigned char *)data == 0x9f ? 0 : INVALID_VALUE; }
+CUresult cuMemFreeAsync(u64 p, CUstream s) { NEEDS_CONTEXT; return p == 0xc000 && s == (CUstream)0x51 ? 0 : INVALID_VALUE; }
+CUresult cuMemGetHandleForAddressRange(void *out, u64 p, size_t n, int kind, u64 flags) {
+    NEEDS_CONTEXT; UNSAFE; if (!p || !n || kind != 1 || flags) return INVALID_VALUE; *(int *)out = open("/dev/null", O_RDWR); return 0;
+}
 #endif

@@ -5,11 +5,12 @@ use std::ffi::{c_int, CStr};
 use std::path::{Path, PathBuf};
 
 use cudarc::driver::sys::{
-    CUcomputemode, CUdevice, CUdevice_attribute as Attribute, CUmemAllocationGranularity_flags, CUmemAllocationHandleType,
-    CUmemAllocationProp, CUmemAllocationProp_st__bindgen_ty_1 as AllocFlags, CUmemAllocationType, CUmemLocation, CUmemLocationType, CUuuid,
+    CUcomputemode, CUdevice, CUdevice_attribute as Attribute, CUmemAllocationGranularity_flags, CUmemAllocationProp,
+    CUmemAllocationProp_st__bindgen_ty_1 as AllocFlags, CUmemAllocationType, CUmemLocation, CUmemLocationType, CUuuid,
 };
 
 use super::api::Api;
+use super::kind::HandleKind;
 use crate::driver::{DeviceId, DeviceInfo, Result};
 
 /// The least granularity that millpond works with: that of every GPU so far.
@@ -33,6 +34,8 @@ pub(super) struct Survey {
     pub(super) info: DeviceInfo,
     pub(super) device: CUdevice,
     pub(super) words: Option<Words>,
+    /// In what form its memory is shared.
+    pub(super) kind: HandleKind,
     /// Whether memory can be created so that network cards reach it.
     pub(super) rdma: bool,
     /// Why there can be no arena on it.
@@ -41,7 +44,7 @@ pub(super) struct Survey {
 
 impl Survey {
     /// Asks the driver for everything about one device. Needs no context.
-    pub(super) fn of(api: &Api, ordinal: u32, version: i32) -> Result<Self> {
+    pub(super) fn of(api: &Api, ordinal: u32, version: i32, kind: HandleKind) -> Result<Self> {
         let mut device: CUdevice = 0;
         // SAFETY: the driver writes one int, and checks the ordinal.
         unsafe { api.cuDeviceGet(&mut device, ordinal as c_int) }?;
@@ -73,7 +76,9 @@ impl Survey {
             Some(NO_MPS)
         } else if !has(Attribute::CU_DEVICE_ATTRIBUTE_VIRTUAL_ADDRESS_MANAGEMENT_SUPPORTED) {
             Some("virtual memory management")
-        } else if !has(Attribute::CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED) {
+        } else if let Some(missing) = kind.lacks() {
+            Some(missing)
+        } else if !has(kind.attribute()) {
             Some("memory that can be shared as a file descriptor")
         } else if words.is_none() {
             Some("64-bit stream memory operations")
@@ -82,7 +87,7 @@ impl Survey {
         };
         let mut granularity = LEAST_GRANULARITY;
         if lacks.is_none() {
-            match minimum_granularity(api, ordinal, rdma) {
+            match minimum_granularity(api, ordinal, rdma, kind) {
                 Ok(minimum) => granularity = minimum.max(LEAST_GRANULARITY),
                 Err(error) => {
                     tracing::warn!(ordinal, %error, "the driver names no allocation granularity");
@@ -100,15 +105,15 @@ impl Survey {
             context_events: api.cuCtxRecordEvent.is_some() && version >= CONTEXT_EVENTS_SINCE,
             stream_words: words.is_some(),
         };
-        Ok(Self { info, device, words, rdma, lacks })
+        Ok(Self { info, device, words, kind, rdma, lacks })
     }
 }
 
-/// What every arena's memory is created as: on the device, shareable as a file descriptor.
-pub(super) fn allocation(ordinal: u32, rdma: bool) -> CUmemAllocationProp {
+/// What every arena's memory is created as: on the device, shareable in one form.
+pub(super) fn allocation(ordinal: u32, rdma: bool, kind: HandleKind) -> CUmemAllocationProp {
     CUmemAllocationProp {
         type_: CUmemAllocationType::CU_MEM_ALLOCATION_TYPE_PINNED,
-        requestedHandleTypes: CUmemAllocationHandleType::CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR,
+        requestedHandleTypes: kind.code(),
         location: location(ordinal),
         win32HandleMetaData: std::ptr::null_mut(),
         allocFlags: AllocFlags { compressionType: 0, gpuDirectRDMACapable: rdma.into(), usage: 0, reserved: [0; 4] },
@@ -155,8 +160,8 @@ fn is_exclusive(mode: i32) -> bool {
     mode != CUcomputemode::CU_COMPUTEMODE_DEFAULT as i32
 }
 
-fn minimum_granularity(api: &Api, ordinal: u32, rdma: bool) -> Result<u64> {
-    let prop = allocation(ordinal, rdma);
+fn minimum_granularity(api: &Api, ordinal: u32, rdma: bool, kind: HandleKind) -> Result<u64> {
+    let prop = allocation(ordinal, rdma, kind);
     let minimum = CUmemAllocationGranularity_flags::CU_MEM_ALLOC_GRANULARITY_MINIMUM as u32;
     let mut granularity = 0;
     // SAFETY: the driver reads one CUmemAllocationProp and writes one size_t.

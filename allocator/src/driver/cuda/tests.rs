@@ -115,6 +115,7 @@ fn a_device_that_cannot_hold_an_arena_is_listed_and_refused_by_name() {
         ("-DWORDS2=0", "64-bit stream memory operations"),
         ("-DCOMPUTE_MODE=3", "compute mode"),
         ("-DCOMPUTE_MODE=2", "compute mode"),
+        ("-DMPS=1", "MPS"),
     ] {
         let Some(stub) = Stub::build(&[setting]) else { return };
         let platform = stub.load().unwrap();

@@ -23,7 +23,7 @@ What others could trim is what they have reserved and do not use: at most that m
 #[derive(Debug, ClapArgs)]
 #[command(after_help = AFTER)]
 pub(crate) struct Args {
-    /// How much: 6GiB, 512M, or bytes.
+    /// How much: 6GiB or 6G (of 1024), 6GB (of 1000), or bytes.
     #[arg(value_name = "SIZE", value_parser = parse_bytes)]
     bytes: u64,
     /// For this client (its name or pid), with its own limit and what it has free already.

@@ -43,7 +43,7 @@ pub(crate) struct Serve {
     /// Serve this GPU (GPU-xxxxxxxx-…, as nvidia-smi -L prints it); may be given again. Default: all that are visible.
     #[arg(long = "device", value_name = "ID")]
     devices: Vec<DeviceId>,
-    /// What the arena may take of each device: 80%, 20G, or bytes.
+    /// What the arena may take of each device: 80%, 20G or 20GiB (of 1024), 20GB (of 1000), or bytes.
     #[arg(long, default_value = "100%", value_parser = limit)]
     limit: Limit,
     /// The largest chunk: 2G, 512M, or bytes; below 4G.
@@ -190,7 +190,9 @@ mod tests {
         assert_eq!(bytes("64m"), Ok(64 << 20));
         assert_eq!(limit("80%"), Ok(Limit::Percent(80.0)));
         assert_eq!(limit("1G"), Ok(Limit::Bytes(1 << 30)));
-        for text in ["", "G", "-1", "1.5G", "99999999999T", "x%"] {
+        assert_eq!((bytes("6GB"), bytes("6G"), bytes("6 GiB")), (Ok(6_000_000_000), Ok(6 << 30), Ok(6 << 30)));
+        assert_eq!((bytes("1.5G"), bytes("1.5KB")), (Ok(3 << 29), Ok(1500)));
+        for text in ["", "G", "-1", "1.G", ".5G", "1e3", "1.5.1", "99999999999T", "99999999999.5T", "x%"] {
             assert!(limit(text).is_err(), "{text}");
         }
     }
