@@ -34,13 +34,16 @@ class Received:
             return json.loads(self.body)
         decoder = _Decoder(memories, lazy)
         try:
-            return json.JSONDecoder(object_hook=decoder.hook).decode(self.body)
+            value = json.JSONDecoder(object_hook=decoder.hook).decode(self.body)
         except errors.Error:
             raise
         except RecursionError:
             raise errors.Protocol("received a value that is nested too deep") from None
         except (ValueError, TypeError, KeyError, IndexError, AttributeError) as e:
             raise errors.Protocol(f"received a malformed value: {type(e).__name__}: {e}") from e
+        if decoder.inline:
+            _native.count(b"received.inline", decoder.inline)
+        return value
 
 
 _scan = json.JSONDecoder().raw_decode
@@ -58,11 +61,12 @@ def _split(text):
 
 
 class _Decoder:
-    __slots__ = ("memories", "lazy", "import_torch")
+    __slots__ = ("memories", "lazy", "import_torch", "inline")
 
     def __init__(self, memories, lazy):
         self.memories = memories
         self.lazy = lazy
+        self.inline = 0  # values in the message itself
         self.import_torch = "torch" in sys.modules or not _streams.gpus()
 
     def hook(self, found):
@@ -123,9 +127,15 @@ class _Decoder:
         return _memory.buffer(memory, offset, nbytes)
 
 
+def _inline(decoder, node):
+    decoder.inline += 1
+    return base64.b64decode(node[1], validate=True)
+
+
 def _scalar(decoder, node):
     import numpy as np
 
+    decoder.inline += 1
     return np.frombuffer(base64.b64decode(node[2], validate=True), _dtypes.to_numpy(node[1]))[0]
 
 
@@ -139,8 +149,8 @@ _TAGS = {
     "i": lambda d, node: int(node[1], 16),
     "c": lambda d, node: complex(node[1], node[2]),
     "s": _scalar,
-    "b": lambda d, node: base64.b64decode(node[1], validate=True),
-    "a": lambda d, node: bytearray(base64.b64decode(node[1], validate=True)),
-    "m": lambda d, node: memoryview(base64.b64decode(node[1], validate=True)),
+    "b": _inline,
+    "a": lambda d, node: bytearray(_inline(d, node)),
+    "m": lambda d, node: memoryview(_inline(d, node)),
     "o": lambda d, node: _types.restore(node[1], node[2], node[3]),
 }

@@ -121,6 +121,7 @@ def hosted(e, tensor):
     copy.copy_(tensor)  # returns when the bytes are there
     nbytes = tensor.numel() * tensor.element_size()
     e.out.hosted += 1
+    e.out.hosted_at.add(copy.data_ptr())
     e.out.copied_bytes += nbytes
     e.out.falls.append((None if _streams.gpus() else "a GPU tensor went through host memory: this arena serves no GPU", nbytes))
     return {"$": ["g", torch_tensor(e, copy, 0), device_id(tensor.get_device()) if isinstance(tensor, torch.Tensor) else 0]}

@@ -39,7 +39,7 @@ class _Deep(Exception):
 class Encoded:
     """What `_native.send` needs, and what must live until it has returned."""
 
-    __slots__ = ("text", "tensors", "keep", "copies", "copied_bytes", "hosted", "inline", "gpu", "falls")
+    __slots__ = ("text", "tensors", "keep", "copies", "copied_bytes", "hosted", "hosted_at", "inline", "gpu", "falls")
 
     def __init__(self):
         self.text = b""
@@ -48,6 +48,7 @@ class Encoded:
         self.copies = 0
         self.copied_bytes = 0
         self.hosted = 0  # GPU values that go by host memory
+        self.hosted_at = set()  # where their copies are
         self.inline = 0
         self.gpu = False  # whether there are values in GPU memory
         self.falls = []  # (reason, or None for the connection's; bytes)
@@ -90,6 +91,11 @@ class _Encoder:
         if group:
             _close(group, low, high, tensors, streams, flags)
 
+    def mark_hosted(self):
+        """The copies of GPU values are counted as what they are."""
+        hosted = self.out.hosted_at
+        self.tensors = [t[:5] + (t[5] | _native.HOSTED,) if t[4] < 0 and t[0] in hosted else t for t in self.tensors]
+
 
 def _by_place(leaf):
     return leaf[:3]
@@ -118,6 +124,8 @@ def encode(value, header=None, root="out", readonly=False, gpu=True):
     except (No, _Deep, errors.Unsupported, RecursionError) as e:
         _explain(value, root, e)
     encoder.place(_native.READ_ONLY if readonly else 0)
+    if encoder.out.hosted_at:
+        encoder.mark_hosted()
     whole = body if header is None else [header, body]
     out = encoder.out
     text = _dumps(whole)

@@ -106,6 +106,8 @@ class Channel(_calls.Calls):
         if self._gpu.out == "asked":
             self._poll()  # for the answer, where nobody receives here
         if header[0] == "k":
+            if encoded.inline:
+                _native.count(b"sent.inline", encoded.inline)
             return None
         copies, copied_bytes = encoded.copies, encoded.copied_bytes
         for tensor, flag in zip(encoded.tensors, flags):
@@ -127,7 +129,8 @@ class Channel(_calls.Calls):
         gpu = self._gpu
         encoded = _tree.encode(value, header, root, readonly, gpu.out is not False)
         for reason, nbytes in encoded.falls:
-            self._tiers.fell(gpu.reason if reason is None else reason, nbytes, loud=True)
+            counter = b"fell.canary" if reason is None else b"fell.no_gpu"
+            self._tiers.fell(gpu.reason if reason is None else reason, nbytes, loud=True, counter=counter)
         return encoded
 
     # Reading.

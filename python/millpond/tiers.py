@@ -5,11 +5,14 @@
     host    a GPU value that went through host memory: its GPU tier is off, or the arena serves no GPU
     inline  small bytes and numpy scalars, in the message itself
 
-Each reason for a fall is logged once a connection (logger "millpond"; what is slow as a warning) and counted here.
+Each reason for a fall is logged once a connection (logger "millpond"; what is slow as a warning) and counted here, for this process,
+and in the ledger, for everybody: `millpond ledger --counts`, `millpond metrics`.
 """
 
 import logging
 import threading
+
+from . import _native
 
 log = logging.getLogger("millpond")
 NAMES = ("arena", "copy", "host", "inline")
@@ -51,9 +54,14 @@ class Tiers:
                 counts["copy"] += copy
                 counts["host"] += host
                 counts["inline"] += inline
+        if inline:  # the library counts the others
+            _native.count(b"sent.inline", inline)
 
-    def fell(self, reason, nbytes, loud=False):
-        """Something went by a lower tier than its best."""
+    def fell(self, reason, nbytes, loud=False, counter=None):
+        """Something went by a lower tier than its best. `counter`: which of the ledger's counters of falls, where the library has not
+        counted it."""
+        if counter:
+            _native.count(counter)
         with _lock:
             _falls[reason] = _falls.get(reason, 0) + 1
             if reason in self._told:

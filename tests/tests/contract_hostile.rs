@@ -20,7 +20,7 @@ fn fd(channel: &Channel) -> BorrowedFd<'_> {
 }
 
 fn outgoing(addr: u64, bytes: u64) -> Outgoing {
-    Outgoing { addr, bytes, place: Place::Host, stream: None, import: None, read_only: false }
+    Outgoing { addr, bytes, place: Place::Host, stream: None, import: None, read_only: false, hosted: false }
 }
 
 /// The bytes of the next frame, taken off the wire.

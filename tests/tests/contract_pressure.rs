@@ -14,7 +14,7 @@ fn role() {
 }
 
 fn outgoing(addr: u64, bytes: u64) -> Outgoing {
-    Outgoing { addr, bytes, place: Place::Host, stream: None, import: None, read_only: false }
+    Outgoing { addr, bytes, place: Place::Host, stream: None, import: None, read_only: false, hosted: false }
 }
 
 #[test]

@@ -27,6 +27,8 @@ pub const WAIT: u32 = 2;
 /// Asked of a lazy receive: open in the same call what can be had without waiting: CPU memory whose READY is reached, and GPU
 /// memory on the stream of `streams` that is its GPU's. What is not opened has address 0, as ever.
 pub const EAGER: u32 = 4;
+/// Asked of a send: these bytes stand for a GPU value that goes by host memory, and are counted as that.
+pub const HOSTED: u32 = 16;
 /// Set by a receive: READY was reached.
 pub const READY: u32 = 8;
 
@@ -179,6 +181,7 @@ pub(crate) fn outgoing(tensors: &[millpond_tensor]) -> Vec<Outgoing> {
         stream: stream(t.device, t.stream),
         import: (t.import_ != 0).then_some(t.import_),
         read_only: t.flags & READ_ONLY != 0,
+        hosted: t.flags & HOSTED != 0,
     };
     tensors.iter().map(one).collect()
 }

@@ -14,7 +14,7 @@ use super::fault::{self, Fault};
 use super::import::Import;
 use super::link::LONGEST;
 use super::{Client, Place};
-use crate::control::TIMELINES_PER_CLIENT;
+use crate::control::{Count, Tier, TIMELINES_PER_CLIENT};
 use crate::wire::Peer;
 
 /// A tensor that was received.
@@ -80,6 +80,11 @@ impl Client {
         }
         self.counters.received_messages.fetch_add(1, Ordering::Relaxed);
         self.counters.received_tensors.fetch_add(tensors.len() as u64, Ordering::Relaxed);
+        for (descriptor, tensor) in frame.tensors.iter().zip(&tensors).filter(|(_, tensor)| tensor.import != 0) {
+            if let Ok(device) = self.device(tensor.place) {
+                self.count_on(device.grant.index, Count::Received(Tier::from_number(descriptor.tier)), 1);
+            }
+        }
         Ok(Message { tree: frame.tree, tensors })
     }
 

@@ -18,6 +18,7 @@ mod grow;
 mod hello;
 mod inline;
 mod link;
+mod listen;
 mod liveness;
 mod place;
 mod process;

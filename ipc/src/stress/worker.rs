@@ -272,7 +272,7 @@ impl Worker {
         let label = Label { content: self.content(bytes), alone: second.is_none(), hops: 0 };
         self.rig.fill(addr, label.content, stream)?;
         self.op();
-        let tensor = Outgoing { addr, bytes, place: self.place, stream: Some(stream), import: None, read_only: false };
+        let tensor = Outgoing { addr, bytes, place: self.place, stream: Some(stream), import: None, read_only: false, hosted: false };
         for (peer, channel) in [Some((peer, channel)), second].into_iter().flatten() {
             self.send(peer, &channel, label, tensor)?;
         }
@@ -350,6 +350,7 @@ impl Worker {
                     stream: None,
                     import: Some(tensor.import),
                     read_only: false,
+                    hosted: false,
                 };
                 self.send(third, &channel, Label { alone: false, hops: label.hops + 1, ..label }, whole)?;
                 alone = false;
@@ -402,6 +403,7 @@ impl Worker {
                 stream: Some(stream),
                 import: Some(tensor.import),
                 read_only: false,
+                hosted: false,
             };
             self.send(third, &channel, label, whole)?;
         }

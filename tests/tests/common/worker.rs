@@ -219,20 +219,28 @@ impl Worker {
                 let (addr, bytes) = self.block(words.value()?)?;
                 let stream = self.maybe_stream(words)?;
                 let read_only = words.or(String::new())? == "ro";
-                self.send(channel, &[Outgoing { addr, bytes, place: host, stream, import: None, read_only }], 5_000)
+                self.send(channel, &[Outgoing { addr, bytes, place: host, stream, import: None, read_only, hosted: false }], 5_000)
             }
             "sendpart" => {
                 let channel = words.value()?;
                 let (addr, _) = self.block(words.value()?)?;
                 let (at, bytes): (u64, u64) = (words.value()?, words.value()?);
-                self.send(channel, &[Outgoing { addr: addr + at, bytes, place: host, stream: None, import: None, read_only: false }], 5_000)
+                self.send(
+                    channel,
+                    &[Outgoing { addr: addr + at, bytes, place: host, stream: None, import: None, read_only: false, hosted: false }],
+                    5_000,
+                )
             }
             // Until the socket is full; the last send stays in it.
             "flood" => {
                 let channel = words.value()?;
                 let (addr, bytes) = self.block(words.value()?)?;
                 loop {
-                    self.send(channel, &[Outgoing { addr, bytes, place: host, stream: None, import: None, read_only: false }], 600_000)?;
+                    self.send(
+                        channel,
+                        &[Outgoing { addr, bytes, place: host, stream: None, import: None, read_only: false, hosted: false }],
+                        600_000,
+                    )?;
                 }
             }
             "copy" => {
@@ -241,7 +249,7 @@ impl Worker {
                 let addr = source.as_ptr() as u64;
                 self.send(
                     channel,
-                    &[Outgoing { addr, bytes: bytes as u64, place: host, stream: None, import: None, read_only: false }],
+                    &[Outgoing { addr, bytes: bytes as u64, place: host, stream: None, import: None, read_only: false, hosted: false }],
                     5_000,
                 )
             }
@@ -249,8 +257,15 @@ impl Worker {
                 let channel = words.value()?;
                 let import = self.import(words.value()?)?;
                 let stream = self.maybe_stream(words)?;
-                let outgoing =
-                    Outgoing { addr: import.addr, bytes: import.bytes, place: host, stream, import: Some(import.import), read_only: false };
+                let outgoing = Outgoing {
+                    addr: import.addr,
+                    bytes: import.bytes,
+                    place: host,
+                    stream,
+                    import: Some(import.import),
+                    read_only: false,
+                    hosted: false,
+                };
                 self.send(channel, &[outgoing], 5_000)
             }
             "recv" => {

@@ -133,7 +133,7 @@ impl Party {
     }
 
     pub(crate) fn outgoing(&self, addr: u64, bytes: u64) -> Outgoing {
-        Outgoing { addr, bytes, place: self.place, stream: self.gpu.then_some(self.stream), import: None, read_only: false }
+        Outgoing { addr, bytes, place: self.place, stream: self.gpu.then_some(self.stream), import: None, read_only: false, hosted: false }
     }
 
     pub(crate) fn send(&self, channel: &Channel, tree: &str, tensors: &[Outgoing]) -> Result<(), String> {

@@ -128,7 +128,7 @@ impl Party {
     }
 
     pub(super) fn outgoing(&self, addr: u64, bytes: u64) -> Outgoing {
-        Outgoing { addr, bytes, place: self.place, stream: self.gpu.then_some(self.stream), import: None, read_only: false }
+        Outgoing { addr, bytes, place: self.place, stream: self.gpu.then_some(self.stream), import: None, read_only: false, hosted: false }
     }
 
     pub(super) fn send(&self, channel: &Channel, tensors: &[Outgoing]) -> Result<(), String> {
