@@ -1,5 +1,6 @@
 // The floor: a pluggable allocator that only moves a pointer. The first GiB is device memory; behind it come 32 TiB of addresses
-// that nothing stands behind, for blocks that are never touched. It goes round there, never over a block that lives in a slice.
+// that nothing stands behind, for blocks that are never touched. It goes round there: a lap is
+// far longer than what is alive at a time.
 #include <dlfcn.h>
 #include <sys/mman.h>
 #include <atomic>
@@ -28,10 +29,11 @@ static void reserve() {
 extern "C" void* bump_malloc(size_t bytes, int, void*) {
   std::call_once(once, reserve);
   bytes = (bytes + 511) & ~511ull;
-  uint64_t at = offset.fetch_add(bytes);
-  if (at + bytes <= REAL) return real + at;
-  at = (at - (at < REAL ? 0 : REAL)) % BARE;
-  if (at + bytes > BARE) at = 0;
-  return bare + at;
+  uint64_t at = offset.load(std::memory_order_relaxed), start;
+  do {
+    start = at;
+    if (start < REAL ? start + bytes > REAL : start + bytes > REAL + BARE) start = REAL;
+  } while (!offset.compare_exchange_weak(at, start + bytes, std::memory_order_relaxed));
+  return start < REAL ? real + start : bare + (start - REAL);
 }
 extern "C" void bump_free(void*, size_t, int, void*) {}

@@ -93,9 +93,7 @@ def compare(options, say):
         "notes": {},
         "figures": {},
     }
-    with tempfile.TemporaryDirectory(prefix="millpond-compare-", ignore_cleanup_errors=True) if sys.version_info >= (3, 10) else (
-        tempfile.TemporaryDirectory(prefix="millpond-compare-")
-    ) as work:
+    with tempfile.TemporaryDirectory(prefix="millpond-compare-") as work:
         builds = "allocation" in sections and modes.no_gpu() is None
         bump = build(work, found["notes"]) if builds else None
         started = {}
@@ -107,12 +105,12 @@ def compare(options, say):
                 say(f"{section}: {', '.join(p.mode for p in started[section]) or 'nothing can run here'}")
                 until = min(end, time.monotonic() + share)
                 summary(section, conductor.measure(started[section], options, until, say), found)
-                for process in started.pop(section):
-                    process.stop()
+                conductor.stop(started.pop(section))
+                conclude(found)
+                if options.json and options.json != "-":
+                    replace(options.json, json.dumps(found, indent=1))  # what there is, should we be ended
         finally:
-            for processes in started.values():
-                for process in processes:
-                    process.stop()
+            conductor.stop([process for processes in started.values() for process in processes])
     conclude(found)
     return found
 

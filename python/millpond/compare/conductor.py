@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -87,24 +88,49 @@ class Process:
         answer = self._answer(seconds)
         return answer["ns"] / answer["n"]
 
-    def stop(self):
-        """Ends it and what it started."""
-        family = tree(self.pid)
-        for stream in (self._process.stdin,):
-            try:
-                stream.close()  # it ends by itself
-            except OSError:
-                pass
+    def hang_up(self):
+        """Tells it to end."""
         try:
-            self._process.wait(3)
+            self._process.stdin.close()
+        except OSError:
+            pass
+
+    def alive(self):
+        """Whether it runs."""
+        return self._process.poll() is None
+
+
+def stop(processes, seconds=3.0):
+    """Ends processes and all that they started: by themselves, if they do so in time."""
+    families = [(process, tree(process.pid)) for process in processes]
+    for process in processes:
+        process.hang_up()
+    end = time.monotonic() + seconds
+    for process, family in families:
+        try:
+            process._process.wait(max(0.0, end - time.monotonic()))
         except subprocess.TimeoutExpired:
             pass
-        for pid in family:
+        # Those that it left behind, while their parents still say so: a pid may be another's by now.
+        for pid in set(family) & set(tree(process.pid)) if process.alive() else orphans(family):
             try:
-                os.kill(pid, 9)
+                os.kill(pid, signal.SIGKILL)
             except OSError:
                 pass
-        self._process.wait()
+        process._process.wait()
+
+
+def orphans(family):
+    """Of some processes, those that still run a part of this package."""
+    found = []
+    for pid in family:
+        try:
+            with open(f"/proc/{pid}/cmdline", "rb") as file:
+                if b"millpond" in file.read():
+                    found.append(pid)
+        except OSError:
+            pass
+    return found
 
 
 def tree(root):
@@ -185,7 +211,7 @@ def _warm(process, case, options, found, end):
 
 def _note(process, case, error, found):
     found.notes[f"{process.mode}: {case}"] = str(error)
-    if process._process.poll() is not None:
+    if not process.alive():
         process.cases.clear()
         found.failed[process.mode] = str(error)
 

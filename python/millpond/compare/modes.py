@@ -24,7 +24,7 @@ MODES = {
     },
     "host-handoff": {
         "ours": "millpond: a CPU tensor or array as an offset, by a channel",
-        "mp-queue": "torch.multiprocessing.Queue of CPU tensors (shared files)",
+        "mp-queue": "torch.multiprocessing.Queue of CPU tensors: each moved to a shared file",
         "shared-copy": "copied into shared memory that the receiver maps",
         "pipe-copy": "all bytes through a pipe (multiprocessing.Connection)",
     },

@@ -75,7 +75,7 @@ def wrapped(case):
     """A case's name in at most three short lines."""
     lines = [""]
     for word in case.split(" "):
-        if lines[-1] and len(lines[-1]) + len(word) > 13 and len(lines) < 3:
+        if lines[-1] and len(lines[-1]) + len(word) > 15 and len(lines) < 3:
             lines.append("")
         lines[-1] = f"{lines[-1]} {word}".strip()
     return lines

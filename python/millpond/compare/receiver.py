@@ -2,9 +2,11 @@
 
 import json
 import mmap
+import multiprocessing
 import os
 import socket
 import sys
+import threading
 
 
 def main():
@@ -45,6 +47,7 @@ def queue(there, back, host):
     """torch.multiprocessing's."""
     import torch
 
+    threading.Thread(target=_end_with, args=(multiprocessing.parent_process(),), daemon=True).start()
     if not host:
         torch.zeros(1, device="cuda")
     back.put(0)
@@ -56,6 +59,11 @@ def queue(there, back, host):
             torch.cuda.current_stream().synchronize()
         del value
         back.put(0)
+
+
+def _end_with(parent):
+    parent.join()
+    os._exit(0)
 
 
 def _beside(settings):
