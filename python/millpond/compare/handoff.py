@@ -175,6 +175,10 @@ class PipeCopy(_Beside):
         self._pipe.send_bytes(self._source[:nbytes])
         self._pipe.recv_bytes()
 
+    def close(self):
+        self._pipe.close()
+        super().close()
+
 
 class Pinned(_Beside):
     """A copy into pinned memory that both map, and a copy out of it."""
