@@ -32,19 +32,18 @@ class Received:
             raise errors.Refused(f"a value was sent on a tier that does not work: {self.refused}")
         if '"$"' not in self.body:
             return json.loads(self.body)
-        decoder = _Decoder(memories, lazy)
         try:
-            value = json.JSONDecoder(object_hook=decoder.hook).decode(self.body)
+            decoder = _spare.pop()
+        except IndexError:
+            decoder = _Decoder()
+        try:
+            return decoder.decode(memories, lazy, self.body)
         except errors.Error:
             raise
         except RecursionError:
             raise errors.Protocol("received a value that is nested too deep") from None
         except (ValueError, TypeError, KeyError, IndexError, AttributeError) as e:
             raise errors.Protocol(f"received a malformed value: {type(e).__name__}: {e}") from e
-        if decoder.inline:
-            _native.count(b"received.inline", decoder.inline)
-        return value
-
 
 _scan = json.JSONDecoder().raw_decode
 
@@ -60,14 +59,30 @@ def _split(text):
     return header, text[end + 1 : -1]
 
 
-class _Decoder:
-    __slots__ = ("memories", "lazy", "import_torch", "inline")
+#: Decoders that nobody uses at the moment: to make one costs as much as to decode a small message.
+_spare = []
 
-    def __init__(self, memories, lazy):
+
+class _Decoder:
+    __slots__ = ("memories", "lazy", "import_torch", "inline", "json")
+
+    def __init__(self):
+        self.json = json.JSONDecoder(object_hook=self.hook)
+
+    def decode(self, memories, lazy, text):
         self.memories = memories
         self.lazy = lazy
         self.inline = 0  # values in the message itself
         self.import_torch = "torch" in sys.modules or not _streams.gpus()
+        try:
+            value = self.json.decode(text)
+            if self.inline:
+                _native.count(b"received.inline", self.inline)
+            return value
+        finally:
+            self.memories = ()  # a view that was refused must not live on in here
+            if len(_spare) < 8:
+                _spare.append(self)
 
     def hook(self, found):
         node = found.get("$")
