@@ -45,6 +45,7 @@ class Received:
         except (ValueError, TypeError, KeyError, IndexError, AttributeError) as e:
             raise errors.Protocol(f"received a malformed value: {type(e).__name__}: {e}") from e
 
+
 _scan = json.JSONDecoder().raw_decode
 
 
