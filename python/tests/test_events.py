@@ -58,11 +58,12 @@ def test_the_parent_and_the_client_are_told_of_a_refusal():
 
         big.call("watch_refusals", timeout=30)
         assert big.call("grow", 96 * MIB, timeout=30) is False
-        eventually(lambda: got)
+        eventually(lambda: any(event.asked >= 96 * MIB for event in got))
+        event = [event for event in got if event.asked >= 96 * MIB][0]
+        assert (event.kind, event.name, event.pid) == ("refusal", "big", big.peer.pid) and threads == {"millpond-events"}
+        assert event.limit == 64 * MIB and event.free == 64 * MIB - event.reserved
         mine = big.call("refusals", 10.0, timeout=30)
-        assert (got[0].kind, got[0].name, got[0].pid) == ("refusal", "big", big.peer.pid) and threads == {"millpond-events"}
-        assert got[0].asked >= 96 * MIB and got[0].limit == 64 * MIB and got[0].free == 64 * MIB - got[0].reserved
-        assert mine[0]["name"] == "big" and mine[0]["asked"] == got[0].asked and mine[0]["free"] == 64 * MIB - mine[0]["reserved"]
+        assert mine[0]["name"] == "big" and mine[0]["asked"] == event.asked and mine[0]["free"] == 64 * MIB - mine[0]["reserved"]
         row = clients(arena.ledger())["big"]
         assert row.refusals >= 1
         assert millpond.off(refused) and not millpond.off(refused)
@@ -94,8 +95,10 @@ def test_a_new_arena_knows_nothing_of_the_old_ones_callbacks():
                 arena.empty(96 * MIB, "uint8")
             if n == 0:
                 eventually(lambda: got)
-                first = got[:]
             assert clients(arena.ledger())["parent"].refusals >= 1
+        if n == 0:  # one allocation may be refused more than once
+            eventually(lambda: not any(t.name == "millpond-events" for t in threading.enumerate()))
+            first = got[:]
     assert got == first
 
 
