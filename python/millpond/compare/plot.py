@@ -2,6 +2,7 @@
 
 import html
 import math
+import re
 
 from .report import TITLES, time
 
@@ -72,10 +73,10 @@ def describe(cell):
 
 
 def wrapped(case):
-    """A case's name in at most three short lines."""
+    """A case's name in at most three short lines; a number stays with its unit."""
     lines = [""]
-    for word in case.split(" "):
-        if lines[-1] and len(lines[-1]) + len(word) > 15 and len(lines) < 3:
+    for word in re.sub(r"(\d) (?=[KMGT]iB)", "\\1\u00a0", case).split(" "):
+        if lines[-1] and len(lines[-1]) + len(word) > 13 and len(lines) < 3:
             lines.append("")
         lines[-1] = f"{lines[-1]} {word}".strip()
     return lines
