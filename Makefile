@@ -38,7 +38,7 @@ header:
 	MILLPOND_WRITE_HEADER=1 cargo test -q -p millpond-torch --test header
 
 bench: .venv/.millpond
-	cargo bench -p millpond-benches --locked -- --noplot --warm-up-time 0.5 --measurement-time 1
+	cargo bench -p millpond-benches --locked -- --noplot --warm-up-time 1 --measurement-time 2
 	.venv/bin/millpond bench $(ARGS)
 	.venv/bin/millpond bench compare --driver host --out target/compare
 
