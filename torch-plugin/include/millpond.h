@@ -138,6 +138,8 @@ const char *millpond_version(void);
 // | trim, get_fraction, set_fraction | device; fraction | bytes; fraction; {} |
 // | context_events | device, allowed: not where graphs are captured that the hooks do not tell of | {} |
 // | counters | | messages, tensors, copies and socket bytes so far; leases, imported_bytes, foreign_frees |
+// | listen | | {}: from here on growths that do not fit are told of: a parent, everybody's; else its own refusals |
+// | next_event | timeout_ms | event: {kind (pressure, refusal), device, by, asked, limit, reserved, free, missed}, or null |
 // | locate | address | kind (block, import, foreign), window, offset, device |
 // | doctor | | checks: [name, ok, detail, fix] |
 //

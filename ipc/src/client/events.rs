@@ -83,12 +83,12 @@ impl Events {
         let until = Instant::now() + timeout.min(LONGEST);
         let mut state = self.state.lock();
         loop {
-            if state.closed {
-                return Err(Error::Closed("this process has detached from its owner".to_owned()));
-            }
             if let Some(mut event) = state.queue.pop_front() {
                 event.missed = std::mem::take(&mut state.missed);
                 return Ok(Some(event));
+            }
+            if state.closed {
+                return Err(Error::Closed("this process has detached from its owner".to_owned()));
             }
             if self.came.wait_until(&mut state, until).timed_out() {
                 return Ok(None);
