@@ -74,6 +74,12 @@ def options(**fields):
     return argparse.Namespace(**dict({"rounds": 4, "slice_ms": 1.0, "cpu": 0}, **fields))
 
 
+def measured(processes, options, seconds):
+    found = conductor.come_up(processes, options, time.monotonic() + 9)
+    conductor.measure(found, options, time.monotonic() + seconds, lambda text: None)
+    return found
+
+
 @pytest.fixture
 def unpinned(monkeypatch):
     monkeypatch.setattr(conductor, "pin", lambda *_: None)
@@ -81,10 +87,10 @@ def unpinned(monkeypatch):
 
 def test_modes_take_turns_with_ours_and_sizes_go_round(unpinned):
     log = []
-    found = conductor.measure([Turns("ours", log), Turns("x", log), Turns("y", log)], options(), time.monotonic() + 9, print)
-    measured = log[6:]  # each case of each mode is run once before
-    assert measured[:8] == [("ours", "a"), ("x", "a"), ("ours", "a"), ("y", "a"), ("ours", "b"), ("x", "b"), ("ours", "b"), ("y", "b")]
-    assert measured[8:10] == [("x", "a"), ("ours", "a")], "B A in the next round"
+    found = measured([Turns("ours", log), Turns("x", log), Turns("y", log)], options(), 9)
+    turns = log[6:]  # each case of each mode is run once before
+    assert turns[:8] == [("ours", "a"), ("x", "a"), ("ours", "a"), ("y", "a"), ("ours", "b"), ("x", "b"), ("ours", "b"), ("y", "b")]
+    assert turns[8:10] == [("x", "a"), ("ours", "a")], "B A in the next round"
     table = found.pairs.table()
     assert found.rounds == 4 and table["b"]["y"]["ours_over"] == {"median": 0.25, "q1": 0.25, "q3": 0.25, "n": 4}
 
@@ -92,14 +98,14 @@ def test_modes_take_turns_with_ours_and_sizes_go_round(unpinned):
 def test_a_mode_that_fails_is_named_and_the_others_go_on(unpinned):
     log = []
     processes = [Turns("ours", log), Turns("x", log, fails="b"), Turns("y", log, fails="start")]
-    found = conductor.measure(processes, options(rounds=9), time.monotonic() + 9, print)
+    found = measured(processes, options(rounds=9), 9)
     assert found.failed == {"y": "no such library"} and found.notes == {"x: b": "out of memory"}
     table = found.pairs.table()
     assert table["a"]["x"]["ours_over"]["n"] == 9 > table["b"]["x"]["ours_over"]["n"] and found.rounds == 9
 
 
 def test_time_that_is_up_ends_it_with_whole_rounds(unpinned):
-    found = conductor.measure([Turns("ours", [])], options(rounds=10**9), time.monotonic() + 0.05, lambda text: None)
+    found = measured([Turns("ours", [])], options(rounds=10**9), 0.05)
     rows = found.pairs.table()
     assert 0 < found.rounds < 10**9 and {row["ours"]["ns"]["n"] for row in rows.values()} == {found.rounds}
 

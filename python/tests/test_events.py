@@ -10,7 +10,7 @@ import pytest
 
 import millpond
 from conftest import eventually, native
-from millpond import _events, _native, _owner
+from millpond import _events, _native, _owner, _tree
 from test_end_to_end import clients, started
 
 MIB = 1 << 20
@@ -123,3 +123,27 @@ def test_every_reader_sees_who_sent_what_by_which_tier():
         assert len(line) == 1 and line[0].endswith(" 3")
         table = subprocess.run([program, "ledger", "--counts"], env=env, capture_output=True, text=True, check=True, timeout=30).stdout
         assert "canary 3" in table and "trimmed" in table
+
+
+@native
+def test_a_gpu_value_by_host_memory_is_counted_as_that_at_both_ends():
+    with millpond.Arena(limit="64MiB", driver="host") as arena, started(arena, "w") as (w,):
+        before = clients(arena.ledger())
+        value = millpond.empty((64,), "uint8", kind="r")
+        text = b'[["m"],{"$":["t","n",0,0,"uint8",[64],0]}]'
+        _native.send(w._handle, text, [(value._memory.address, 64, 0, 0, -1, _native.HOSTED)], 5000)
+        w.call("next", timeout=30)
+        after = clients(arena.ledger())
+        grown = lambda name, way, tier: after[name][way][tier] - before[name][way][tier]  # noqa: E731
+        assert (grown("parent", "sent", "host"), grown("w", "received", "host")) == (1, 1)
+        assert grown("parent", "sent", "arena") == grown("parent", "sent", "copy") == 0
+
+
+def test_copies_of_gpu_values_are_marked(fake):
+    encoder = _tree._Encoder()
+    for address in (4096, 8192):
+        encoder.range(-1, address, 64, ["t", "t", -1, 0, "uint8", [64], 0])
+    encoder.place(_native.READ_ONLY)
+    encoder.out.hosted_at.add(8192)
+    encoder.mark_hosted()
+    assert [t[5] for t in encoder.tensors] == [_native.READ_ONLY, _native.READ_ONLY | _native.HOSTED]

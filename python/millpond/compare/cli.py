@@ -100,11 +100,13 @@ def compare(options, say):
         try:
             for section in sections:
                 started[section] = start(section, options, work, bump, found["cannot"])
+            # All are up before any is measured: what comes up disturbs.
+            measured = {section: conductor.come_up(started[section], options, end) for section in sections}
             for number, section in enumerate(sections):
-                share = (end - time.monotonic()) / (len(sections) - number)
-                say(f"{section}: {', '.join(p.mode for p in started[section]) or 'nothing can run here'}")
-                until = min(end, time.monotonic() + share)
-                summary(section, conductor.measure(started[section], options, until, say), found)
+                say(f"{section}: {', '.join(p.mode for p in measured[section].up) or 'nothing can run here'}")
+                until = time.monotonic() + (end - time.monotonic()) / (len(sections) - number)
+                conductor.measure(measured[section], options, until, say)
+                summary(section, measured[section], found)
                 conductor.stop(started.pop(section))
                 conclude(found)
                 if options.json and options.json != "-":

@@ -168,24 +168,30 @@ class Measured:
 
     def __init__(self):
         self.pairs = Pairs()
+        self.up = []  # processes
         self.failed = {}  # mode -> why
         self.notes = {}
         self.rounds = 0
 
 
-def measure(processes, options, end, say):
-    """Slices of all processes of one section, ours first among them, until the rounds are done or the time is up."""
+def come_up(processes, options, end):
+    """Waits until the processes of a section are up, and puts them on their CPU: what is known of it so far."""
     found = Measured()
-    up = []
     for process in processes:
         try:
             process.ready(max(1.0, min(120.0, end - time.monotonic())))
             found.notes.update({f"{process.mode}: {key}": value for key, value in process.notes.items()})
-            up.append(process)
+            found.up.append(process)
         except Failed as e:
             found.failed[process.mode] = str(e)
-    for process in up:
+    for process in found.up:
         pin(process.pid, {options.cpu})
+    return found
+
+
+def measure(found, options, end, say):
+    """Slices of all processes that are up, ours first among them, until the rounds are done or the time is up."""
+    up = found.up
     ours = next((p for p in up if p.mode == "ours"), None)
     cases = list(dict.fromkeys(case for p in up for case in p.cases))
     for process in up:  # each case once, unmeasured: caches fill, what cannot be is found
@@ -197,7 +203,6 @@ def measure(processes, options, end, say):
         found.rounds += 1
         if found.rounds % 10 == 0:
             say(f"  round {found.rounds} of {options.rounds}")
-    return found
 
 
 def _warm(process, case, options, found, end):

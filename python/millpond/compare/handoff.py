@@ -6,10 +6,12 @@ One operation: a fresh value, its way there, the receiver has it with its bytes 
 import json
 import mmap
 import os
+import queue
 import socket
 import struct
 import subprocess
 import sys
+import time
 
 from . import modes
 
@@ -91,12 +93,24 @@ class Queue:
             torch.zeros(1, device="cuda")
         self._process = context.Process(target=receiver.queue, args=(self._there, self._back, host), daemon=True)
         self._process.start()
-        self._back.get(timeout=100)
+        self._answer(100)
 
     def exchange(self, nbytes):
         value = self._make(nbytes)
         self._there.put(value)
-        self._back.get(timeout=30)
+        self._answer(30)
+
+    def _answer(self, seconds):
+        """Waits for the receiver, which may have ended over what it was sent."""
+        end = time.monotonic() + seconds
+        while True:
+            try:
+                return self._back.get(timeout=1)
+            except queue.Empty:
+                if not self._process.is_alive():
+                    raise EOFError(f"its receiver has ended, with code {self._process.exitcode}") from None
+                if time.monotonic() > end:
+                    raise
 
     def close(self):
         self._there.put(None)

@@ -27,6 +27,10 @@ def markdown(report):
         lines += ["## Not measured here", ""]
         lines += [f"* {name}: {why}" for name, why in report["cannot"].items()]
         lines += [""]
+    if report["notes"]:
+        lines += ["## Notes", ""]
+        lines += [f"* {name}: {' '.join(str(note).split())[:300]}" for name, note in report["notes"].items()]
+        lines += [""]
     targets = report["figures"].get("targets")
     if targets:
         lines += ["## Targets", "", "| what | found | at most | |", "| --- | --- | --- | --- |"]
