@@ -3,7 +3,7 @@
 # make test-doors   the same with the real pyisolate, comfy-env and Ray, and torch: downloads 3 GB the first time
 # make test-torch   the exception that malloc throws, with the torch/lib of MILLPOND_TORCH_LIB
 # make lint    formatting, clippy, documentation
-# make bench   the benches that need no GPU
+# make bench   the benches that need no GPU, ours beside other ways among them: minutes; target/compare has tables and plots
 # Everything that is needed is set up in .venv and target; nothing is installed elsewhere.
 PYTHON ?= python3
 PY     := .venv/bin/python
@@ -38,8 +38,9 @@ header:
 	MILLPOND_WRITE_HEADER=1 cargo test -q -p millpond-torch --test header
 
 bench: .venv/.millpond
-	cargo bench -p millpond-benches --locked -- --warm-up-time 1 --measurement-time 2
+	cargo bench -p millpond-benches --locked -- --noplot --warm-up-time 1 --measurement-time 2
 	.venv/bin/millpond bench $(ARGS)
+	.venv/bin/millpond bench compare --driver host --out target/compare
 
 .venv/.made:
 	$(PYTHON) -m venv .venv

@@ -7,6 +7,7 @@ use millpond_allocator::driver::DeviceId;
 use serde::Serialize;
 
 use crate::control::{ClientState, Control, DeviceRow, GrantRow, LiveRow, MAX_CLIENTS, MAX_DEVICES};
+use crate::counts::Counts;
 use crate::lends::Lend;
 use crate::nvml::{Nvml, Usage};
 
@@ -103,6 +104,9 @@ pub struct ClientLedger {
     pub out_of_memory: u64,
     /// How old its last beat is, in milliseconds.
     pub beat_age_ms: u64,
+    /// What it has done so far.
+    #[serde(flatten)]
+    pub counts: Counts,
 }
 
 impl Ledger {
@@ -231,6 +235,7 @@ impl ClientLedger {
             leased_in: live.leased_in,
             out_of_memory: live.out_of_memory,
             beat_age_ms: now_ms.saturating_sub(beat),
+            counts: Counts::read(&grant, control.tally(client, device)?),
         })
     }
 }
@@ -298,29 +303,35 @@ impl fmt::Display for DeviceLedger {
         if self.clients.is_empty() {
             return writeln!(f, "  nobody is attached");
         }
-        let rows: Vec<[String; COLUMNS]> = self.clients.iter().map(ClientLedger::cells).collect();
-        let width = |column: usize| {
-            let cells = rows.iter().filter_map(|row| row.get(column)).map(|cell| cell.chars().count());
-            cells.chain(HEADINGS.get(column).map(|heading| heading.len())).max().unwrap_or(0)
-        };
-        let widths: Vec<usize> = (0..HEADINGS.len()).map(width).collect();
-        let heading = HEADINGS.map(str::to_owned);
-        for row in std::iter::once(&heading).chain(&rows) {
-            write!(f, " ")?;
-            for (column, (cell, width)) in row.iter().zip(&widths).enumerate() {
-                if column == 0 {
-                    write!(f, " {cell:<width$}")?;
-                } else {
-                    write!(f, "  {cell:>width$}")?;
-                }
-            }
-            writeln!(f)?;
-        }
+        let rows: Vec<_> = self.clients.iter().map(|client| client.cells().to_vec()).collect();
+        table(f, &HEADINGS, &rows)?;
         for client in self.clients.iter().filter(|client| client.adopted > 0) {
             writeln!(f, "  {} adopted {} of its {} from clients that are dead", client.name, size(client.adopted), size(client.reserved))?;
         }
         Ok(())
     }
+}
+
+/// Aligned columns: the first to the left, the rest to the right.
+pub(crate) fn table(f: &mut fmt::Formatter<'_>, headings: &[&str], rows: &[Vec<String>]) -> fmt::Result {
+    let width = |column: usize| {
+        let cells = rows.iter().filter_map(|row| row.get(column)).map(|cell| cell.chars().count());
+        cells.chain(headings.get(column).map(|heading| heading.len())).max().unwrap_or(0)
+    };
+    let widths: Vec<usize> = (0..headings.len()).map(width).collect();
+    let heading: Vec<String> = headings.iter().map(|heading| (*heading).to_owned()).collect();
+    for row in std::iter::once(&heading).chain(rows) {
+        write!(f, " ")?;
+        for (column, (cell, width)) in row.iter().zip(&widths).enumerate() {
+            if column == 0 {
+                write!(f, " {cell:<width$}")?;
+            } else {
+                write!(f, "  {cell:>width$}")?;
+            }
+        }
+        writeln!(f)?;
+    }
+    Ok(())
 }
 
 impl ClientLedger {
@@ -354,7 +365,7 @@ fn age(ms: u64) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::control::ClientRow;
+    use crate::control::{ClientRow, Count, Tier};
 
     fn control() -> Control {
         let control = Control::create([0xab, 7], 1).unwrap();
@@ -385,6 +396,26 @@ mod tests {
         assert_eq!(names, [(0, "parent", "parent", "alive", 100), (5, "worker", "worker", "alive", 100)]);
         let sum: u64 = device.clients.iter().map(|c| c.reserved).sum();
         assert_eq!(sum + device.retired + device.orphaned, device.reserved);
+    }
+
+    #[test]
+    fn it_says_what_each_has_done() {
+        let control = control();
+        control.grant(5, 0).unwrap().write(&GrantRow {
+            reserved: 1 << 30,
+            refusals: 2,
+            trims: 1,
+            trimmed_bytes: 1 << 21,
+            ..GrantRow::default()
+        });
+        control.tally(5, 0).unwrap().add(Count::Received(Tier::Arena), 12);
+        let ledger = Ledger::read(&control, 1_000);
+        let [parent, worker] = ledger.devices[0].clients.as_slice() else { panic!("{ledger:?}") };
+        assert_eq!(parent.counts, Counts::default());
+        let json = serde_json::to_value(worker).unwrap();
+        assert_eq!((&json["refusals"], &json["trimmed_bytes"], &json["received"]["arena"]), (&2.into(), &(2 << 20).into(), &12.into()));
+        let text = crate::counts::CountTable(&ledger).to_string();
+        assert!(text.lines().any(|row| row.contains("worker") && row.contains("arena 12") && row.contains("2.0 MiB")), "{text}");
     }
 
     #[test]

@@ -4,6 +4,7 @@
 
 pub mod client;
 pub mod control;
+pub mod counts;
 pub mod doctor;
 pub mod ledger;
 pub mod lends;

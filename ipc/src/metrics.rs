@@ -66,7 +66,27 @@ const CLIENT_GAUGES: &[Row<ClientLedger>] = &[
     ("client_alive", "1: attached and beating; 0: stopped, dying, faulted or orphaned", false, |c| u64::from(c.state == "alive")),
 ];
 
-const CLIENT_COUNTERS: &[Row<ClientLedger>] = &[("client_out_of_memory", "Out-of-memory errors of the client", false, |c| c.out_of_memory)];
+const CLIENT_COUNTERS: &[Row<ClientLedger>] = &[
+    ("client_out_of_memory", "Out-of-memory errors of the client", false, |c| c.out_of_memory),
+    ("client_growths", "Growths granted to the client", false, |c| c.counts.growths),
+    ("client_refusals", "Growths refused to the client", false, |c| c.counts.refusals),
+    ("client_trims", "How often the client gave chunks back", false, |c| c.counts.trims),
+    ("client_trimmed", "Bytes of the chunks that the client gave back", true, |c| c.counts.trimmed_bytes),
+    ("client_copies", "Copies that the client's sending made", false, |c| c.counts.copies),
+    ("client_copied", "Bytes of the copies that the client's sending made", true, |c| c.counts.copied_bytes),
+];
+
+/// The rows of one client under a name of their own each.
+type Named = fn(&ClientLedger) -> Vec<(&'static str, u64)>;
+
+/// Name, help, the label that tells the rows apart, and the figures.
+const NAMED_COUNTERS: &[(&str, &str, &str, Named)] = &[
+    ("client_sent", "Values that the client sent, by tier", "tier", |c| c.counts.sent.named().collect()),
+    ("client_received", "Values that the client received, by tier", "tier", |c| c.counts.received.named().collect()),
+    ("client_falls", "Values of the client that went by a lower tier than their best, by reason", "reason", |c| {
+        c.counts.falls.named().collect()
+    }),
+];
 
 fn of_device(device: &DeviceLedger) -> Labels {
     vec![("device", device.id.clone())]
@@ -125,6 +145,16 @@ impl Page {
         })
     }
 
+    fn named(&self, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result {
+        NAMED_COUNTERS.iter().try_for_each(|(name, help, label, figures)| {
+            let rows = self.each_client().flat_map(|(labels, client)| {
+                let of = move |(name, n): (&str, u64)| ([labels.clone(), vec![(*label, name.to_owned())]].concat(), n as f64);
+                figures(client).into_iter().map(of)
+            });
+            family(encoder, (name, help, None, MetricType::Counter), rows)
+        })
+    }
+
     fn each_client(&self) -> impl Iterator<Item = (Labels, &ClientLedger)> {
         self.0.devices.iter().flat_map(|device| device.clients.iter().map(|client| (of_client(device, client), client)))
     }
@@ -166,6 +196,7 @@ impl Collector for Page {
         let beats = self.each_client().map(|(labels, client)| (labels, client.beat_age_ms as f64 / 1e3));
         family(encoder, ("client_beat_age", "How old its last beat is", Some(&Unit::Seconds), MetricType::Gauge), beats)?;
         self.clients(encoder, CLIENT_COUNTERS, MetricType::Counter)?;
+        self.named(encoder)?;
         self.outside(encoder)?;
         self.lends(encoder)
     }
@@ -174,7 +205,7 @@ impl Collector for Page {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::control::{ClientRow, ClientState, Control, DeviceRow, GrantRow};
+    use crate::control::{ClientRow, ClientState, Control, Count, DeviceRow, Fall, GrantRow, Tier};
     use crate::lends::Lend;
 
     fn page() -> String {
@@ -184,6 +215,10 @@ mod tests {
         row.name[..4].copy_from_slice(b"a\"\\b");
         control.client(3).unwrap().write(&row);
         control.grant(3, 0).unwrap().write(&GrantRow { reserved: 1 << 30, ..GrantRow::default() });
+        let tally = control.tally(3, 0).unwrap();
+        tally.add(Count::Sent(Tier::CudaIpc), 6);
+        tally.add(Count::Fell(Fall::NoGpu), 2);
+        tally.add(Count::CopiedBytes, 4096);
         let mut ledger = Ledger::read(&control, 250);
         ledger.lends.push(Lend { from: 3, to: None, window: 2, bytes: 512, holds: 1 });
         text(&ledger)
@@ -196,12 +231,20 @@ mod tests {
             "# TYPE millpond_client_reserved_bytes gauge",
             "# UNIT millpond_client_reserved_bytes bytes",
             "# TYPE millpond_growths counter",
+            "# TYPE millpond_client_sent counter",
+            "# TYPE millpond_client_copied_bytes counter",
             "millpond_lease_bytes{from_slot=\"3\",to_slot=\"anybody\",window=\"2\"} 512",
         ] {
             assert!(page.lines().any(|found| found == line), "{line} in {page}");
         }
         assert!(page.contains("millpond_growths_total{device=\"GPU-"), "{page}");
         assert!(page.contains("client=\"a\\\"\\\\b\",pid=\"77\",slot=\"3\"} 1073741824\n"), "{page}");
+        for end in
+            ["pid=\"77\",slot=\"3\",tier=\"cuda_ipc\"} 6", "pid=\"77\",slot=\"3\",reason=\"no_gpu\"} 2", "pid=\"77\",slot=\"3\"} 4096"]
+        {
+            assert!(page.lines().any(|line| line.starts_with("millpond_client_") && line.ends_with(end)), "{end} in {page}");
+        }
+        assert!(page.contains("\nmillpond_client_copied_bytes_total{") && page.contains("\nmillpond_client_falls_total{"), "{page}");
         assert!(page.contains("slot=\"3\"} 0.25\n") && page.ends_with("# EOF\n"), "{page}");
     }
 

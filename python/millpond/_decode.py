@@ -66,7 +66,7 @@ _spare = []
 
 
 class _Decoder:
-    __slots__ = ("memories", "lazy", "import_torch", "json", "peer")
+    __slots__ = ("memories", "lazy", "import_torch", "inline", "json", "peer")
 
     def __init__(self):
         self.json = json.JSONDecoder(object_hook=self.hook)
@@ -75,9 +75,13 @@ class _Decoder:
         self.memories = memories
         self.peer = peer
         self.lazy = lazy
+        self.inline = 0  # values in the message itself
         self.import_torch = "torch" in sys.modules or not _streams.gpus()
         try:
-            return self.json.decode(text)
+            value = self.json.decode(text)
+            if self.inline:
+                _native.count(b"received.inline", self.inline)
+            return value
         finally:
             self.memories = ()  # a view that was refused must not live on in here
             if len(_spare) < 8:
@@ -146,9 +150,15 @@ class _Decoder:
         return _memory.buffer(memory, offset, nbytes)
 
 
+def _inline(decoder, node):
+    decoder.inline += 1
+    return base64.b64decode(node[1], validate=True)
+
+
 def _scalar(decoder, node):
     import numpy as np
 
+    decoder.inline += 1
     return np.frombuffer(base64.b64decode(node[2], validate=True), _dtypes.to_numpy(node[1]))[0]
 
 
@@ -163,8 +173,8 @@ _TAGS = {
     "i": lambda d, node: int(node[1], 16),
     "c": lambda d, node: complex(node[1], node[2]),
     "s": _scalar,
-    "b": lambda d, node: base64.b64decode(node[1], validate=True),
-    "a": lambda d, node: bytearray(base64.b64decode(node[1], validate=True)),
-    "m": lambda d, node: memoryview(base64.b64decode(node[1], validate=True)),
+    "b": _inline,
+    "a": lambda d, node: bytearray(_inline(d, node)),
+    "m": lambda d, node: memoryview(_inline(d, node)),
     "o": lambda d, node: _types.restore(node[1], node[2], node[3]),
 }

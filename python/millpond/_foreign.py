@@ -54,6 +54,8 @@ def encode(e, keep, device, address, count, name, shape, strides):
     from . import _leaves, _tree
 
     e.out.foreign.append((kind, nbytes, first, last, keep))
+    e.out.ways[first._memory.address] = _native.WAYS[kind]
+    e.out.ways[last._memory.address] = _native.UNCOUNTED
     strides = list(strides) if strides else 0
     node = ["x", kind, found["token"], found["offset"], name, list(shape), strides, _leaves.device_id(device), device]
     return {"$": [*node, _tree._reference(e, first, 0), _tree._reference(e, last, 0)]}

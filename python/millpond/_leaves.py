@@ -127,7 +127,7 @@ def hosted(e, tensor):
     if tier is None:
         copy.copy_(tensor)  # returns when the bytes are there
         tier = "host"
-    e.out.went_by_host(tier, nbytes)
+    e.out.went_by_host(tier, nbytes, copy.data_ptr())
     if not e.by_choice:
         reason = None if _streams.gpus() else "a GPU tensor went through host memory: this arena serves no GPU"
         e.out.falls.append(("arena", tier, reason, nbytes))

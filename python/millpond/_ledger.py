@@ -3,6 +3,7 @@
 import threading
 
 from . import _native, _session
+from ._record import Record
 
 
 def size(nbytes):
@@ -13,22 +14,7 @@ def size(nbytes):
     return str(nbytes)
 
 
-class _Record(dict):
-    """A dictionary whose keys are attributes too. Fields that this version does not know are in it as well."""
-
-    __slots__ = ()
-
-    def __getattr__(self, name):
-        try:
-            return self[name]
-        except KeyError:
-            raise AttributeError(f"a {type(self).__name__.lower()} of the ledger has no {name!r}: {', '.join(self)}") from None
-
-    def __dir__(self):
-        return [*super().__dir__(), *self]
-
-
-class Client(_Record):
+class Client(Record):
     """One client's use of one device, in bytes. What the owner granted is exact; what the client says is as of its last write."""
 
     __slots__ = ()
@@ -53,6 +39,16 @@ class Client(_Record):
     leased_in: int  # of others' blocks, what it holds
     out_of_memory: int
     beat_age_ms: int
+    # So far, since it attached:
+    growths: int  # granted
+    refusals: int
+    trims: int  # how often it gave chunks back
+    trimmed_bytes: int
+    copies: int  # that its sending made
+    copied_bytes: int
+    sent: "dict[str, int]"  # values, by tier: arena, copy, pool, cuda_ipc, pinned, host, inline
+    received: "dict[str, int]"
+    falls: "dict[str, int]"  # values that went by a lower tier than their best, by reason
 
     @property
     def slack(self):
@@ -65,7 +61,7 @@ class Client(_Record):
         return 1.0 - min(self.largest_free, self.slack) / self.slack if self.slack else 0.0
 
 
-class Device(_Record):
+class Device(Record):
     """One device."""
 
     __slots__ = ()
@@ -95,13 +91,13 @@ class Device(_Record):
         raise KeyError(f"no client {name!r}: {', '.join(client.name for client in self.clients)}")
 
 
-class Lend(_Record):
+class Lend(Record):
     """What one client lends to another: slots, window, bytes, holds. `to` is None while nobody has taken it."""
 
     __slots__ = ()
 
 
-class Ledger(_Record):
+class Ledger(Record):
     """Who holds how much, by device and client."""
 
     __slots__ = ()

@@ -5,7 +5,7 @@ import platform
 import sys
 import threading
 
-from . import _native, _streams, errors
+from . import _events, _native, _streams, errors
 
 _lock = threading.Lock()
 _info = None
@@ -53,6 +53,7 @@ def detach():
         if _info is None:
             return
         _info = _connection = None
+    _events.clear()
     _native.control("detach")
 
 

@@ -40,7 +40,7 @@ class _Deep(Exception):
 class Encoded:
     """What `_native.send` needs, and what must live until it has returned."""
 
-    __slots__ = ("text", "tensors", "keep", "copies", "copied_bytes", "hosted", "inline", "gpu", "falls", "foreign", "by_host")
+    __slots__ = ("text", "tensors", "keep", "copies", "copied_bytes", "hosted", "ways", "inline", "gpu", "falls", "foreign", "by_host")
 
     def __init__(self):
         self.text = b""
@@ -49,14 +49,16 @@ class Encoded:
         self.copies = 0
         self.copied_bytes = 0
         self.hosted = 0  # GPU values that go by host memory
+        self.ways = {}  # address of a range that stands for another value -> what the library is to count it as
         self.inline = 0
         self.gpu = False  # whether there are values in GPU memory
         self.falls = []  # (best tier, the tier taken, reason or None for the connection's, bytes)
         self.foreign = []  # values by token: (kind, bytes, first companion, last companion, what to keep)
         self.by_host = {}  # tier -> (values, bytes), of those in `hosted`
 
-    def went_by_host(self, tier, nbytes):
-        """A GPU value goes by host memory."""
+    def went_by_host(self, tier, nbytes, address):
+        """A GPU value goes by host memory, where its copy is."""
+        self.ways[address] = _native.WAYS[tier]
         self.hosted += 1
         self.copied_bytes += nbytes
         values, before = self.by_host.get(tier, (0, 0))
@@ -105,6 +107,11 @@ class _Encoder:
         if group:
             _close(group, low, high, tensors, streams, flags)
 
+    def mark_ways(self):
+        """What stands for another value is counted as that."""
+        ways = self.out.ways
+        self.tensors = [t[:5] + (t[5] | ways.get(t[0], 0),) for t in self.tensors]
+
 
 def _by_place(leaf):
     return leaf[:3]
@@ -134,6 +141,8 @@ def encode(value, header=None, root="out", readonly=False, gpu=True, foreign=(),
     except (No, _Deep, errors.Unsupported, RecursionError) as e:
         _explain(value, root, e)
     encoder.place(_native.READ_ONLY if readonly else 0)
+    if encoder.out.ways:
+        encoder.mark_ways()
     whole = body if header is None else [header, body]
     out = encoder.out
     text = _dumps(whole)

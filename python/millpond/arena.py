@@ -4,7 +4,7 @@ import atexit
 import os
 import re
 
-from . import _foreign, _ledger, _native, _owner, _ref, _session, _streams, canary, errors
+from . import _events, _foreign, _ledger, _native, _owner, _ref, _session, _streams, canary, errors
 from .channel import Channel
 
 # As the program's: see `parse_bytes` in ipc/src/owner/config.rs.
@@ -156,6 +156,19 @@ class Arena:
         """Peaks and counts of a `with` block: see `millpond._ledger.Scope`."""
         self._check()
         return _ledger.scope(name, device)
+
+    def on_pressure(self, function):
+        """Calls `function(event)` when a growth of anybody does not fit and others are asked to give back what they do not use: time
+        to let something go. Also a decorator. It runs in a thread of millpond's, never on malloc's path; `event` says who asked
+        (`name`, `pid`), for how much (`asked`), and the `limit` and what was `free` under it: see `millpond.Event`. `millpond.off`
+        takes it back."""
+        self._check()
+        return _events.on("pressure", function)
+
+    def on_refusal(self, function):
+        """The same for every growth that was refused: the process that asked runs out of memory, unless what it does next helps."""
+        self._check()
+        return _events.on("refusal", function)
 
     def trim(self, device=None):
         """Gives memory that nobody uses back to the device: bytes given."""

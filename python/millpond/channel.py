@@ -116,7 +116,7 @@ class Channel(_calls.Calls):
                     raise
                 full = "ipc" if not full and prefer is None and self._foreign.kinds("ipc")[0] else "host"
                 size = sum(t[1] for t in encoded.tensors if t[4] >= 0)
-                self._tiers.fell("copy", full, f"the arena has no room for a copy: {e}", size, loud=True)
+                self._tiers.fell("copy", full, f"the arena has no room for a copy: {e}", size, True, b"fell.arena_full")
             finally:
                 self._sending.release()
         if encoded.foreign:
@@ -124,6 +124,8 @@ class Channel(_calls.Calls):
         if self._gpu.out == "asked" or self._foreign.out == "asked":
             self._poll()  # for the answer, where nobody receives here
         if header[0] == "k":
+            if encoded.inline:
+                _native.count(b"sent.inline", encoded.inline)
             return None
         return self._count(encoded, flags)
 
@@ -169,7 +171,7 @@ class Channel(_calls.Calls):
         by_choice = prefer == "host" or full == "host"
         encoded = _tree.encode(value, header, root, readonly, gpu.out is not False and not by_choice, kinds, why, by_choice)
         for best, to, reason, nbytes in encoded.falls:
-            self._tiers.fell(best, to, gpu.reason if reason is None else reason, nbytes, loud=to != "copy")
+            self._tiers.fell(best, to, gpu.reason if reason is None else reason, nbytes, to != "copy", _counter(to, reason))
         return encoded
 
     # Reading.
@@ -280,6 +282,13 @@ class Channel(_calls.Calls):
             self._ended = reason
             self._state.notify_all()
             return True
+
+
+def _counter(to, reason):
+    """Which of the ledger's counters of falls a fall is; copies are counted by the library."""
+    if to == "copy":
+        return None
+    return b"fell.canary" if reason is None else b"fell.other" if _streams.gpus() else b"fell.no_gpu"
 
 
 def wait_any(channels, timeout=None):

@@ -8,11 +8,14 @@
     host    the same through host memory that could not be registered, or a small value
     inline  small bytes and numpy scalars, in the message itself
 
-Each reason for a fall is logged once a connection (logger "millpond"; what is slow as a warning) and counted here.
+Each reason for a fall is logged once a connection (logger "millpond"; what is slow as a warning) and counted here, for this process,
+and in the ledger, for everybody: `millpond ledger --counts`, `millpond metrics`.
 """
 
 import logging
 import threading
+
+from . import _native
 
 log = logging.getLogger("millpond")
 NAMES = ("arena", "copy", "pool", "ipc", "pinned", "host", "inline")
@@ -79,9 +82,14 @@ class Tiers:
         with _lock:
             self.counts[tier] += values
         count_tier(tier, size, values)
+        if tier == "inline":  # the library counts the others
+            _native.count(b"sent.inline", values)
 
-    def fell(self, best, to, reason, size, loud=False):
-        """Something went by a lower tier than its best."""
+    def fell(self, best, to, reason, size, loud=False, counter=None):
+        """Something went by a lower tier than its best. `counter`: which of the ledger's counters of falls, where the library has not
+        counted it."""
+        if counter:
+            _native.count(counter)
         count_fall(best, to, reason)
         with _lock:
             if reason in self._told:

@@ -5,6 +5,7 @@ import hashlib
 import os
 import signal
 import sys
+import time
 
 import millpond
 
@@ -99,6 +100,26 @@ class Worker:
 
     def counters(self):
         return millpond.counters()
+
+    def watch_refusals(self):
+        self.refused = []
+        millpond.on_refusal(self.refused.append)
+
+    def refusals(self, timeout):
+        end = time.monotonic() + timeout
+        while not self.refused and time.monotonic() < end:
+            time.sleep(0.002)
+        return [dict(event) for event in self.refused]
+
+    def grow(self, nbytes):
+        try:
+            self.kept["grown"] = millpond.empty(nbytes, "uint8")
+            return True
+        except millpond.OutOfMemory:
+            return False
+
+    def total_of(self, values):
+        return len(values)
 
     def version(self):
         return list(sys.version_info[:2])

@@ -232,7 +232,7 @@ class Runner:
         self.json_of("torch", command)
 
     def bench(self):
-        command = [sys.executable, os.path.join(HERE, "bench.py"), "--driver", self.options.driver, "--work", self.work]
+        command = [sys.executable, os.path.join(HERE, "bench.py"), "--driver", self.options.driver]
         self.json_of("bench", [*command, *self.quick()])
 
     def demo(self):

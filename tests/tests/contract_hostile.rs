@@ -4,7 +4,7 @@
 mod common;
 
 use common::{block, channels, eventually, is_all, plainly, tree, Arena, BOUND, MIB};
-use millpond_ipc::client::{Channel, Client, Error, Outgoing, Place};
+use millpond_ipc::client::{Channel, Client, Error, Outgoing, Way, Place};
 use serde_json::{json, Value};
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
@@ -20,7 +20,7 @@ fn fd(channel: &Channel) -> BorrowedFd<'_> {
 }
 
 fn outgoing(addr: u64, bytes: u64) -> Outgoing {
-    Outgoing { addr, bytes, place: Place::Host, stream: None, import: None, read_only: false }
+    Outgoing { addr, bytes, place: Place::Host, stream: None, import: None, read_only: false, way: Way::Found }
 }
 
 /// The bytes of the next frame, taken off the wire.

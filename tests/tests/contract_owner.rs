@@ -82,6 +82,12 @@ fn an_owner_that_is_stopped_is_not_taken_for_dead() {
     let (mut a, mut b) = (arena.worker("a"), arena.worker("b"));
     let (ab, ba) = link(&mut a, &mut b);
     arena.owner.signal(libc::SIGSTOP);
+    // Each of its threads stops when it next enters the kernel.
+    let threads = || std::fs::read_dir(format!("/proc/{}/task", arena.owner.pid())).unwrap().map(|thread| thread.unwrap().path());
+    let state = |path: std::path::PathBuf| std::fs::read_to_string(path.join("stat")).unwrap();
+    eventually("the owner stops", || {
+        threads().map(state).all(|stat| stat.rsplit_once(") ").is_some_and(|(_, rest)| rest.starts_with('T')))
+    });
     a.ask(&format!("alloc {MIB}"));
     assert_eq!(a.answers_within(Duration::from_millis(300)), None);
     arena.owner.signal(libc::SIGCONT);

@@ -5,7 +5,7 @@ mod common;
 
 use common::{block, eventually, link, plainly, tree, Arena, MIB};
 use millpond_allocator::driver::Stream;
-use millpond_ipc::client::{Error, Outgoing, Place};
+use millpond_ipc::client::{Error, Outgoing, Way, Place};
 use std::sync::Barrier;
 
 #[test]
@@ -14,7 +14,7 @@ fn role() {
 }
 
 fn outgoing(addr: u64, bytes: u64) -> Outgoing {
-    Outgoing { addr, bytes, place: Place::Host, stream: None, import: None, read_only: false }
+    Outgoing { addr, bytes, place: Place::Host, stream: None, import: None, read_only: false, way: Way::Found }
 }
 
 #[test]

@@ -4,7 +4,7 @@
 mod common;
 
 use common::{block, is_all, link, plainly, tree, Arena, MIB};
-use millpond_ipc::client::{Outgoing, Place, ReceiveOptions};
+use millpond_ipc::client::{Outgoing, Way, Place, ReceiveOptions};
 use std::collections::{HashMap, HashSet};
 
 #[test]
@@ -24,7 +24,8 @@ fn more_streams_than_slots_share_them_and_stay_in_order() {
         let stream = driver.stream_create().unwrap();
         let addr = block(&a, 4096, 0);
         driver.fill(addr, n as u8, 4096, stream).unwrap();
-        let outgoing = Outgoing { addr, bytes: 4096, place: Place::Host, stream: Some(stream), import: None, read_only: false };
+        let outgoing =
+            Outgoing { addr, bytes: 4096, place: Place::Host, stream: Some(stream), import: None, read_only: false, way: Way::Found };
         a.send(&to_b, tree(), &[outgoing], None).unwrap();
         // Every other frame is read off the wire: it names the signal.
         if n % 2 == 0 {
@@ -55,7 +56,15 @@ fn one_signal_serves_a_message() {
     let driver = a.driver(Place::Host).unwrap();
     let stream = driver.stream_create().unwrap();
     let outgoing: Vec<_> = (0..20)
-        .map(|_| Outgoing { addr: block(&a, 512, 3), bytes: 512, place: Place::Host, stream: Some(stream), import: None, read_only: false })
+        .map(|_| Outgoing {
+            addr: block(&a, 512, 3),
+            bytes: 512,
+            place: Place::Host,
+            stream: Some(stream),
+            import: None,
+            read_only: false,
+            way: Way::Found,
+        })
         .collect();
     a.send(&to_b, tree(), &outgoing, None).unwrap();
     let mut bytes = vec![0; 1 << 16];

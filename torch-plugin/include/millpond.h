@@ -32,6 +32,9 @@
 // memory on the stream of `streams` that is its GPU's. What is not opened has address 0, as ever.
 #define MILLPOND_EAGER 4
 
+// Asked of a send: these bytes stand for a GPU value that goes by host memory, and are counted as that.
+#define MILLPOND_HOSTED 16
+
 // Set by a receive: READY was reached.
 #define MILLPOND_READY 8
 
@@ -135,6 +138,8 @@ const char *millpond_version(void);
 // | trim, get_fraction, set_fraction | device; fraction | bytes; fraction; {} |
 // | context_events | device, allowed: not where graphs are captured that the hooks do not tell of | {} |
 // | counters | | messages, tensors, copies and socket bytes so far; leases, imported_bytes, foreign_frees |
+// | listen | | {}: from here on growths that do not fit are told of: a parent, everybody's; else its own refusals |
+// | next_event | timeout_ms | event: {kind (pressure, refusal), device, by, asked, limit, reserved, free, missed}, or null |
 // | locate | address | kind (block, import, foreign), window, offset, device |
 // | copy_by_host | device, to, from, bytes, stream: one side is host memory; returns when it is there | pinned, pageable: bytes |
 // | import_parted | import | parted: it was let go of and no stream can reach it |
@@ -147,6 +152,16 @@ const char *millpond_version(void);
 // # Safety
 // `request` ends with a zero byte.
 char *millpond_control(const char *request);
+
+// Adds to one of this process's counters in the ledger, which every reader of it sees: `sent.TIER`, `received.TIER`,
+// `fell.REASON`, `copies`, `copied_bytes`. What this library sends and receives it counts itself; this is for what goes by other
+// ways. Device: a GPU's ordinal; -1 is the host, and what has no device. One addition to shared memory, no call.
+//
+// # Safety
+// `name` ends with a zero byte.
+int32_t millpond_count(int32_t device,
+                       const char *name,
+                       uint64_t n);
 
 // A `DLManagedTensor` that keeps an import or a block until its deleter runs. Null and the last error where it cannot be.
 //

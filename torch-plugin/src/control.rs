@@ -9,6 +9,7 @@ use std::time::Duration;
 
 use millpond_allocator::driver::Stream;
 use millpond_ipc::client::{Channel, Client, Error, Located, OnOwnerDeath, Options, Place};
+use millpond_ipc::control::Count;
 use millpond_ipc::observer::{ObserveError, Observer};
 use millpond_ipc::owner::{Config, DriverChoice, Inline, Limit};
 use millpond_ipc::wire::Role;
@@ -16,7 +17,7 @@ use parking_lot::Mutex;
 use serde::Deserialize;
 use serde_json::{json, Value};
 
-use crate::error::{give, guard, take, ApiError, Result};
+use crate::error::{give, guard, take, ApiError, Result, FAILED};
 use crate::foreign::{self, Kind};
 use crate::{state, stats, tensor, torch};
 
@@ -146,6 +147,11 @@ enum Op {
         allowed: bool,
     },
     Counters,
+    Listen,
+    NextEvent {
+        #[serde(default)]
+        timeout_ms: Option<u64>,
+    },
     Locate {
         address: u64,
     },
@@ -217,6 +223,8 @@ enum Op {
 /// | trim, get_fraction, set_fraction | device; fraction | bytes; fraction; {} |
 /// | context_events | device, allowed: not where graphs are captured that the hooks do not tell of | {} |
 /// | counters | | messages, tensors, copies and socket bytes so far; leases, imported_bytes, foreign_frees |
+/// | listen | | {}: from here on growths that do not fit are told of: a parent, everybody's; else its own refusals |
+/// | next_event | timeout_ms | event: {kind (pressure, refusal), device, by, asked, limit, reserved, free, missed}, or null |
 /// | locate | address | kind (block, import, foreign), window, offset, device |
 /// | copy_by_host | device, to, from, bytes, stream: one side is host memory; returns when it is there | pinned, pageable: bytes |
 /// | import_parted | import | parted: it was let go of and no stream can reach it |
@@ -306,6 +314,11 @@ fn run(op: Op) -> Result<Value> {
             json!({})
         }
         Op::GetFraction { device } => with_heap(device, |heap| json!({ "fraction": fraction(heap) }), || json!({ "fraction": 1.0 }))?,
+        Op::Listen => {
+            state::client()?.listen()?;
+            json!({})
+        }
+        Op::NextEvent { timeout_ms } => json!({ "event": state::client()?.next_event(wait(timeout_ms))? }),
         Op::Counters => counters(&*state::client()?),
         Op::Locate { address } => locate(&*state::client()?, address),
         Op::CopyByHost { device, to, from, bytes, stream } => {
@@ -452,6 +465,23 @@ fn serve_inline(settings: &Serve) -> Result<Value> {
     };
     let owner = inline.insert(Inline::start(config).map_err(|error| ApiError::argument(error.to_string()))?);
     Ok(json!({ "socket": owner.socket().display().to_string(), "key": owner.key() }))
+}
+
+/// Adds to one of this process's counters in the ledger, which every reader of it sees: `sent.TIER`, `received.TIER`,
+/// `fell.REASON`, `copies`, `copied_bytes`. What this library sends and receives it counts itself; this is for what goes by other
+/// ways. Device: a GPU's ordinal; -1 is the host, and what has no device. One addition to shared memory, no call.
+///
+/// # Safety
+/// `name` ends with a zero byte.
+#[no_mangle]
+pub unsafe extern "C" fn millpond_count(device: i32, name: *const c_char, n: u64) -> i32 {
+    guard(FAILED, || {
+        // SAFETY: by this function's contract.
+        let name = unsafe { take(name) }?;
+        let count = Count::named(name).ok_or_else(|| ApiError::argument(format!("no counter {name:?}")))?;
+        state::client()?.count(place(device), count, n)?;
+        Ok(0)
+    })
 }
 
 fn read_ledger(socket: &Path, key: &str) -> Result<Value> {

@@ -9,7 +9,8 @@ use std::sync::{Arc, LazyLock};
 use std::time::Duration;
 
 use millpond_allocator::driver::{DeviceInfo, Stream};
-use millpond_ipc::client::{Channel, Incoming, Message, Outgoing, Place, ReceiveOptions};
+use millpond_ipc::client::{Channel, Incoming, Message, Outgoing, Place, ReceiveOptions, Way};
+use millpond_ipc::control::Tier;
 use parking_lot::Mutex;
 
 use crate::error::{guard, ApiError, Result, FAILED};
@@ -27,6 +28,9 @@ pub const WAIT: u32 = 2;
 /// Asked of a lazy receive: open in the same call what can be had without waiting: CPU memory whose READY is reached, and GPU
 /// memory on the stream of `streams` that is its GPU's. What is not opened has address 0, as ever.
 pub const EAGER: u32 = 4;
+/// Asked of a send: what these bytes stand for and are counted as, in four bits from this one on: 0 what they are, 1 to 7 a value of a
+/// tier (arena, copy, pool, ipc, pinned, host, inline), 15 nothing, as they only go with a value that is counted.
+pub const WAY_SHIFT: u32 = 8;
 /// Set by a receive: READY was reached.
 pub const READY: u32 = 8;
 
@@ -179,8 +183,16 @@ pub(crate) fn outgoing(tensors: &[millpond_tensor]) -> Vec<Outgoing> {
         stream: stream(t.device, t.stream),
         import: (t.import_ != 0).then_some(t.import_),
         read_only: t.flags & READ_ONLY != 0,
+        way: way(t.flags),
     };
     tensors.iter().map(one).collect()
+}
+
+fn way(flags: u32) -> Way {
+    match (flags >> WAY_SHIFT) & 15 {
+        15 => Way::Uncounted,
+        number => number.checked_sub(1).and_then(|n| Tier::ALL.get(n as usize).copied()).map_or(Way::Found, Way::As),
+    }
 }
 
 pub(crate) fn mark(tensors: &mut [millpond_tensor], copied: &[bool]) {

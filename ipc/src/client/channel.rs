@@ -13,7 +13,7 @@ use serde_json::value::RawValue;
 
 use super::error::Error;
 use super::lease::HoldRef;
-use crate::control::{ClientRow, ClientState, Control, HoldState, MAX_CLIENTS};
+use crate::control::{ClientRow, ClientState, Control, HoldState, Tier, MAX_CLIENTS};
 use crate::wire::{send_frame, FrameError, FrameReader, Peer};
 
 /// A tensor on the wire.
@@ -40,6 +40,16 @@ pub(super) struct Descriptor {
     /// The receiver is to map it read-only.
     #[serde(rename = "ro", default, skip_serializing_if = "std::ops::Not::not")]
     pub(super) read_only: bool,
+    /// By which tier it came: [`Tier`] as a number, or [`UNCOUNTED`].
+    #[serde(rename = "v", default, skip_serializing_if = "is_arena")]
+    pub(super) tier: u8,
+}
+
+/// The tier of a tensor that only goes with one that is counted.
+pub(super) const UNCOUNTED: u8 = u8::MAX;
+
+fn is_arena(tier: &u8) -> bool {
+    *tier == Tier::Arena as u8
 }
 
 impl Descriptor {

@@ -18,11 +18,12 @@ use millpond_allocator::window::{Chunk, Unmapping, Window};
 use parking_lot::Mutex;
 
 use super::error::Error;
+use super::events::Events;
 use super::fault::{self, Fault};
 use super::lease::Leases;
 use super::link::Link;
 use crate::control::{Control, LiveRow, MAX_DEVICES};
-use crate::wire::{self, Answer, DeviceGrant, Peer, Reason, Request, MAX_FDS};
+use crate::wire::{self, Answer, DeviceGrant, Peer, Reason, Request, Role, MAX_FDS};
 
 /// How long growth may wait for the owner, which itself waits for others to trim, with a shorter bound.
 const GROW_TIMEOUT: Duration = Duration::from_secs(10);
@@ -73,6 +74,10 @@ pub(super) struct Shared {
     pub(super) platforms: Arc<Platforms>,
     pub(super) pins: Arc<Pins>,
     pub(super) me: u32,
+    pub(super) role: Role,
+    /// This client, as others know it.
+    pub(super) own: Peer,
+    pub(super) events: Arc<Events>,
     /// The client has left: its slot may be another's, so it writes nothing there any more.
     pub(super) left: Arc<AtomicBool>,
 }
@@ -129,6 +134,8 @@ impl LiveSink for Sink {
 struct Source {
     shared: Shared,
     device: u32,
+    /// Its identity, for people.
+    id: String,
     window: u32,
 }
 
@@ -140,6 +147,10 @@ impl ChunkSource for Source {
         let chunks = match answer {
             Answer::Granted { chunks } => chunks,
             Answer::Refused { reason: Reason::OutOfMemory, message, limit, reserved, .. } => {
+                // A parent that listens is told by the owner, of everybody's.
+                if self.shared.role != Role::Parent {
+                    self.shared.events.push("refusal", &self.id, self.shared.own.clone(), (bytes, limit, reserved));
+                }
                 return Err(GrowError::OutOfMemory { limit, reserved, detail: message });
             }
             Answer::Refused { message, .. } => return Err(GrowError::Unreachable(message)),
@@ -248,7 +259,12 @@ impl Device {
         let memory = Arc::new(Words(self.shared.control.clone()));
         let timelines = Arc::new(Timelines::new(driver.clone(), memory, self.shared.slots.clone())?);
         let window = Window::reserve(driver.clone(), self.grant.window_bytes, Access::ReadWrite)?.telling(self.shared.unmapping(&driver));
-        let source = Arc::new(Source { shared: self.shared.clone(), device: self.grant.index, window: self.grant.window });
+        let source = Arc::new(Source {
+            shared: self.shared.clone(),
+            device: self.grant.index,
+            id: self.grant.device.clone(),
+            window: self.grant.window,
+        });
         let sink = Arc::new(Sink {
             control: self.shared.control.clone(),
             me: self.shared.me,

@@ -4,6 +4,7 @@ mod adopt;
 mod channel;
 mod device;
 mod error;
+mod events;
 mod fault;
 mod import;
 mod lease;
@@ -17,9 +18,10 @@ mod wake;
 
 pub use channel::Channel;
 pub use error::Error;
+pub use events::Event;
 pub use lease::HoldRef;
 pub use receive::{Incoming, Message, ReceiveOptions};
-pub use send::Outgoing;
+pub use send::{Outgoing, Way};
 
 use std::collections::HashMap;
 use std::os::fd::OwnedFd;
@@ -36,11 +38,11 @@ use millpond_allocator::pins::Pins;
 use millpond_allocator::timeline::Slots;
 use parking_lot::Mutex;
 
-use crate::control::{Control, LAYOUT, MAX_CLIENTS, TIMELINES_PER_CLIENT};
+use crate::control::{Control, Count, LAYOUT, MAX_CLIENTS, TIMELINES_PER_CLIENT};
 use crate::ledger::Ledger;
 use crate::wire::{Answer, DeviceGrant, Hello, Peer, Request, Role, Welcome, PROTOCOL};
 use channel::Office;
-use device::{Device, Platforms, Shared};
+use device::{Device, Platforms, Shared, CALL_TIMEOUT};
 use import::Imports;
 use lease::Leases;
 use link::{Link, Notice};
@@ -195,6 +197,9 @@ impl Client {
             platforms: Arc::new(Platforms::default()),
             pins: Arc::new(Pins::new(pinned::default_limit())),
             me,
+            role: options.role,
+            own: Peer { client: me, serial: welcome.serial, name: options.name.clone(), pid: std::process::id() },
+            events: Arc::default(),
             left: Arc::default(),
         };
         let devices = welcome.devices.iter().map(|grant| Device::new(grant.clone(), shared.clone())).collect::<Result<_, _>>()?;
@@ -239,6 +244,7 @@ impl Client {
         }
         let _ = self.shared.link.call(Request::Detach, Duration::from_secs(2));
         self.shared.left.store(true, Ordering::Release);
+        self.shared.events.close();
         if let Some(notices) = self.notices.lock().take() {
             let _ = notices.send(Notice::Stop);
         }
@@ -392,6 +398,27 @@ impl Client {
     #[must_use]
     pub fn ledger(&self) -> Ledger {
         Ledger::read_with_lends(&self.shared.control, crate::control::now_ms())
+    }
+
+    /// Adds to one of this client's counters in the ledger; what has no device counts on the host's.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] for a device that the owner does not serve.
+    pub fn count(&self, place: Place, count: Count, n: u64) -> Result<(), Error> {
+        let index = match (self.device(place), place) {
+            (Ok(device), _) => device.grant.index,
+            (Err(_), Place::Host) => self.devices.first().map_or(0, |device| device.grant.index),
+            (Err(error), _) => return Err(error),
+        };
+        self.count_on(index, count, n);
+        Ok(())
+    }
+
+    fn count_on(&self, device: u32, count: Count, n: u64) {
+        // After leaving, the slot may be another's.
+        if let Some(tally) = self.shared.control.tally(self.shared.me, device).filter(|_| !self.shared.left.load(Ordering::Relaxed)) {
+            tally.add(count, n);
+        }
     }
 
     /// How many blocks of this client others hold, after a look whether they still do.

@@ -7,14 +7,14 @@ use millpond_allocator::driver::{Addr, DeviceInfo, Stream, StreamId};
 use millpond_allocator::timeline::{Reached, Signal, TimelineError};
 use serde_json::value::RawValue;
 
-use super::channel::{Channel, Descriptor, Frame, NOWHERE};
+use super::channel::{Channel, Descriptor, Frame, NOWHERE, UNCOUNTED};
 use super::device::{Device, Opened, Range};
 use super::error::Error;
 use super::fault::{self, Fault};
 use super::import::Import;
 use super::link::LONGEST;
 use super::{Client, Place};
-use crate::control::TIMELINES_PER_CLIENT;
+use crate::control::{Count, Tier, TIMELINES_PER_CLIENT};
 use crate::wire::Peer;
 
 /// A tensor that was received.
@@ -80,6 +80,12 @@ impl Client {
         }
         self.counters.received_messages.fetch_add(1, Ordering::Relaxed);
         self.counters.received_tensors.fetch_add(tensors.len() as u64, Ordering::Relaxed);
+        let counted = |(descriptor, tensor): &(&Descriptor, &Incoming)| tensor.import != 0 && descriptor.tier != UNCOUNTED;
+        for (descriptor, tensor) in frame.tensors.iter().zip(&tensors).filter(counted) {
+            if let Ok(device) = self.device(tensor.place) {
+                self.count_on(device.grant.index, Count::Received(Tier::from_number(descriptor.tier)), 1);
+            }
+        }
         Ok(Message { tree: frame.tree, tensors })
     }
 

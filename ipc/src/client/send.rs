@@ -9,13 +9,14 @@ use millpond_allocator::driver::{Addr, Stream};
 use millpond_allocator::timeline::{Reached, Signal, TimelineError};
 use serde_json::value::RawValue;
 
-use super::channel::{Channel, Descriptor, Frame, Kind, NOWHERE};
+use super::channel::{Channel, Descriptor, Frame, Kind, NOWHERE, UNCOUNTED};
 use super::device::Opened;
 use super::error::Error;
 use super::import::{Claimed, Import};
 use super::lease::{cancel, forward, HoldRef};
 use super::receive::died;
 use super::{Client, Place};
+use crate::control::{Count, Fall, Tier};
 
 /// A tensor to be sent.
 #[derive(Debug, Clone, Copy)]
@@ -32,6 +33,31 @@ pub struct Outgoing {
     pub import: Option<u64>,
     /// The receiver is to map it read-only.
     pub read_only: bool,
+    /// What it is counted as.
+    pub way: Way,
+}
+
+/// What a tensor of a message is counted as.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub enum Way {
+    /// What it is: arena memory, or a copy.
+    #[default]
+    Found,
+    /// The value of another tier that it stands for.
+    As(Tier),
+    /// Nothing: it only goes with one that is counted.
+    Uncounted,
+}
+
+impl Way {
+    /// What it comes to, for what was found to be of a tier.
+    const fn or(self, found: Tier) -> Option<Tier> {
+        match self {
+            Self::Found => Some(found),
+            Self::As(tier) => Some(tier),
+            Self::Uncounted => None,
+        }
+    }
 }
 
 /// What a send has done so far, to be undone if it fails.
@@ -41,8 +67,10 @@ pub(super) struct Draft<'a> {
     signals: Vec<Signal>,
     of_stream: HashMap<(u32, u64), u32>,
     tensors: Vec<Descriptor>,
-    copied: Vec<(Arc<Opened>, Addr)>,
+    copied: Vec<(Arc<Opened>, Addr, u64)>,
     copied_bytes: u64,
+    /// Device and tier of each tensor that has bytes.
+    crossed: Vec<(u32, Tier)>,
 }
 
 impl<'a> Draft<'a> {
@@ -55,6 +83,7 @@ impl<'a> Draft<'a> {
             tensors: Vec::with_capacity(tensors),
             copied: Vec::new(),
             copied_bytes: 0,
+            crossed: Vec::with_capacity(tensors),
         }
     }
 
@@ -76,6 +105,15 @@ impl<'a> Draft<'a> {
         counters.sent_tensors.fetch_add(tensors as u64, Ordering::Relaxed);
         counters.copied_tensors.fetch_add(self.copied.len() as u64, Ordering::Relaxed);
         counters.copied_bytes.fetch_add(self.copied_bytes, Ordering::Relaxed);
+        for (device, tier) in &self.crossed {
+            self.client.count_on(*device, Count::Sent(*tier), 1);
+        }
+        for (opened, _, bytes) in &self.copied {
+            let why = if opened.driver.is_host() { Fall::ForeignHost } else { Fall::ForeignGpu };
+            for (count, n) in [(Count::Copies, 1), (Count::CopiedBytes, *bytes), (Count::Fell(why), 1)] {
+                self.client.count_on(opened.index, count, n);
+            }
+        }
     }
 
     pub(super) fn abandon(self) {
@@ -86,7 +124,7 @@ impl<'a> Draft<'a> {
 
     /// Copies belong to their leases alone.
     fn free_copies(&self) {
-        for (opened, addr) in &self.copied {
+        for (opened, addr, _) in &self.copied {
             if let Err(error) = opened.heap.free(*addr) {
                 tracing::error!(%error, "a copy could not be freed");
             }
@@ -155,6 +193,7 @@ impl Client {
                     hold: (0, 0, 0),
                     ready: Vec::new(),
                     read_only: false,
+                    tier: 0,
                 });
                 on.push(None);
                 continue;
@@ -214,17 +253,17 @@ impl Client {
                         tensor.bytes, tensor.addr
                     )));
                 }
-                self.lend(draft, &opened, block, (offset, tensor.bytes), tensor, receiver)?;
+                self.lend(draft, &opened, block, (offset, tensor.bytes), tensor, (receiver, tensor.way.or(Tier::Arena)))?;
             }
             None => {
                 *copied = true;
                 let stream = tensor.stream.unwrap_or(Stream::LEGACY);
                 let copy = opened.heap.allocate(tensor.bytes, stream)?;
-                draft.copied.push((opened.clone(), copy));
+                draft.copied.push((opened.clone(), copy, tensor.bytes));
                 draft.copied_bytes += tensor.bytes;
                 self.copy_in(&opened, copy, tensor, stream)?;
                 let offset = copy - opened.heap.window().base();
-                self.lend(draft, &opened, copy, (offset, tensor.bytes), tensor, receiver)?;
+                self.lend(draft, &opened, copy, (offset, tensor.bytes), tensor, (receiver, tensor.way.or(Tier::Copy)))?;
                 // The copy is queued, whoever wrote its source.
                 return Ok((!opened.driver.is_host() || tensor.stream.is_some()).then_some((opened, stream)));
             }
@@ -239,7 +278,7 @@ impl Client {
         block: Addr,
         range: (u64, u64),
         tensor: &Outgoing,
-        receiver: u8,
+        (receiver, tier): (u8, Option<Tier>),
     ) -> Result<(), Error> {
         let hold = self.shared.leases.lend(&opened.heap, opened.window, block, range, receiver)?;
         draft.holds.push(hold);
@@ -251,7 +290,9 @@ impl Client {
             hold: (hold.producer, hold.index, hold.generation),
             ready: Vec::new(),
             read_only: tensor.read_only,
+            tier: tier.map_or(UNCOUNTED, |tier| tier as u8),
         });
+        draft.crossed.extend(tier.map(|tier| (opened.index, tier)));
         Ok(())
     }
 
@@ -298,7 +339,9 @@ impl Client {
             hold: (hold.producer, hold.index, hold.generation),
             ready,
             read_only: tensor.read_only || import.read_only,
+            tier: Tier::Arena as u8,
         });
+        draft.crossed.push((import.device, Tier::Arena));
         // If our streams may have written it, they too must be done first.
         let Some(stream) = tensor.stream.filter(|_| import.addr.is_some()) else { return Ok(None) };
         let opened = self.device_at(import.device)?.open()?;

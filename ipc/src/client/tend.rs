@@ -129,6 +129,13 @@ impl Client {
                 self.devices.iter().filter_map(Device::if_open).map(|opened| opened.revoke(*window, epochs, uses)).sum()
             }
             Ask::Died { peer } => return self.peer_died(peer),
+            Ask::Pressure { device, by, asked, limit, reserved, refused } => {
+                let kind = if *refused { "refusal" } else { "pressure" };
+                if let Ok(device) = self.device_at(*device) {
+                    self.shared.events.push(kind, &device.grant.device, by.clone(), (*asked, *limit, *reserved));
+                }
+                return;
+            }
             Ask::Goodbye => return,
         };
         let _ = self.shared.link.answer(id, bytes);

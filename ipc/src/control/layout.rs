@@ -6,6 +6,7 @@ use millpond_allocator::timeline::Word;
 
 use super::cell::{Cell, Words};
 use super::hold::Hold;
+use super::tally::Tally;
 
 /// The most clients of one owner. Each may hold a window on every device, and addresses end at 128 TiB.
 pub const MAX_CLIENTS: usize = 64;
@@ -21,7 +22,7 @@ pub const FORWARDED: usize = HOLDS_PER_CLIENT / 2;
 pub const NAME_BYTES: usize = 32;
 
 /// A number that changes with this file's layout.
-pub const LAYOUT: u64 = 0x6d70_0001_0000_0000 ^ (size_of::<Layout>() as u64);
+pub const LAYOUT: u64 = 0x6d70_0002_0000_0000 ^ (size_of::<Layout>() as u64);
 
 #[repr(C, align(4096))]
 #[derive(Debug)]
@@ -53,6 +54,7 @@ pub(super) struct Layout {
     pub(super) high_holds: Page<[AtomicU64; MAX_CLIENTS]>,
     pub(super) grants: Page<[[Cell<GrantRow, { GrantRow::WORDS }>; MAX_DEVICES]; MAX_CLIENTS]>,
     pub(super) live: Page<[[Cell<LiveRow, { LiveRow::WORDS }>; MAX_DEVICES]; MAX_CLIENTS]>,
+    pub(super) tallies: Page<[[Tally; MAX_DEVICES]; MAX_CLIENTS]>,
     pub(super) timelines: Page<[[Word; TIMELINES_PER_CLIENT]; MAX_CLIENTS]>,
     pub(super) holds: Page<[[Hold; HOLDS_PER_CLIENT]; MAX_CLIENTS]>,
 }
@@ -184,6 +186,14 @@ row! {
         retired,
         /// Of `reserved`: what it adopted of clients that are dead.
         adopted,
+        /// Its growths that were granted, so far.
+        growths,
+        /// Its growths that were refused, so far.
+        refusals,
+        /// How often it gave chunks back, so far.
+        trims,
+        /// The bytes of all of them.
+        trimmed_bytes,
     }
 }
 

@@ -8,6 +8,7 @@ mod cell;
 mod hold;
 mod layout;
 mod sweep;
+mod tally;
 
 /// Where [`hold`] takes its atomics from: a test that includes that file gives it a model checker's.
 mod atomic {
@@ -22,6 +23,7 @@ pub use layout::{
     ClientRow, ClientState, DeviceRow, GrantRow, LiveRow, FORWARDED, HOLDS_PER_CLIENT, LAYOUT, MAX_CLIENTS, MAX_DEVICES, NAME_BYTES,
     TIMELINES_PER_CLIENT,
 };
+pub use tally::{Count, Fall, Tally, Tier};
 
 use std::ffi::c_void;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -153,6 +155,12 @@ impl Control {
     #[must_use]
     pub fn live(&self, client: u32, device: u32) -> Option<&Cell<LiveRow, { LiveRow::WORDS }>> {
         self.layout().live.get(client as usize)?.get(device as usize)
+    }
+
+    /// What a client has done so far on a device.
+    #[must_use]
+    pub fn tally(&self, client: u32, device: u32) -> Option<&Tally> {
+        self.layout().tallies.get(client as usize)?.get(device as usize)
     }
 
     /// One timeline, by its number in the whole arena.

@@ -71,6 +71,7 @@ impl Owner {
                 let windows = self.estate.window_maps();
                 self.answer(slot, call_id, Answer::Windows { windows }, Vec::new());
             }
+            Request::Listen => self.listen(slot, call_id),
             Request::Faulted { device } => self.faulted(slot, device),
             Request::Detach => {
                 if let Some(client) = self.client_mut(slot) {
@@ -125,10 +126,15 @@ impl Owner {
             if !self.client(slot).is_some_and(super::Client::is_present) {
                 continue;
             }
-            self.asks += 1;
-            let ask_id = self.asks;
-            self.say(slot, &FromOwner::Ask { ask_id, ask: ask.clone(), fds: 0 }, Vec::new());
+            self.tell(slot, ask.clone());
         }
+    }
+
+    /// Tells a client something that needs no answer.
+    pub(super) fn tell(&mut self, slot: u32, ask: Ask) {
+        self.asks += 1;
+        let ask_id = self.asks;
+        self.say(slot, &FromOwner::Ask { ask_id, ask, fds: 0 }, Vec::new());
     }
 
     /// Ends the conversation with a client that broke its rules. Its memory stays until its process and its socket have ended.

@@ -38,6 +38,8 @@ pub(super) struct Client {
     pub(super) detached: bool,
     pub(super) stopped: bool,
     pub(super) faulted: bool,
+    /// It wants to be told of growths that do not fit.
+    pub(super) listens: bool,
     pub(super) buried: bool,
 }
 

@@ -220,6 +220,7 @@ impl Estate {
             share.reserved += bytes;
             share.peak = share.peak.max(share.reserved);
             share.chunks += made.len() as u64;
+            share.growths += 1;
         }
         self.dirty.insert((slot, device));
         let mut epochs = Vec::new();
@@ -239,6 +240,18 @@ impl Estate {
     pub(super) fn count_refusal(&mut self, slot: u32, device: u32) {
         if let Some(books) = self.devices.get_mut(device as usize) {
             books.row.refusals += 1;
+            if let Some(share) = books.shares.get_mut(slot as usize) {
+                share.refusals += 1;
+            }
+            self.dirty.insert((slot, device));
+        }
+    }
+
+    /// Counts that a client gave so many bytes back.
+    pub(super) fn count_trim(&mut self, slot: u32, device: u32, bytes: u64) {
+        if let Some(share) = self.devices.get_mut(device as usize).and_then(|books| books.shares.get_mut(slot as usize)) {
+            share.trims += 1;
+            share.trimmed_bytes += bytes;
             self.dirty.insert((slot, device));
         }
     }

@@ -27,6 +27,8 @@ pub(super) struct Pending {
     awaited: u64,
     /// Somebody said that bytes are on their way.
     promised: bool,
+    /// Whoever listens was told.
+    told: bool,
 }
 
 impl Owner {
@@ -49,8 +51,17 @@ impl Owner {
         }
         let bound = Duration::from_millis(self.config.trim_timeout_ms);
         let now = Instant::now();
-        let pending =
-            Pending { slot, call_id, bytes, deadline: now + bound, widen: Some(now + bound / 2), asked: 0, awaited: 0, promised: false };
+        let pending = Pending {
+            slot,
+            call_id,
+            bytes,
+            deadline: now + bound,
+            widen: Some(now + bound / 2),
+            asked: 0,
+            awaited: 0,
+            promised: false,
+            told: false,
+        };
         if let Some(client) = self.client_mut(slot) {
             client.calls_kept += 1;
         }
@@ -160,6 +171,11 @@ impl Owner {
         };
         if self.estate.device(device).is_none_or(|books| matches!(denial, Denial::Arena(_)) && pending.bytes > books.row.limit) {
             return;
+        }
+        if !pending.told {
+            pending.told = true;
+            let row = self.estate.device(device).map_or((0, 0), |books| (books.row.limit, books.row.reserved));
+            self.tell_listener(pending.slot, device, pending.bytes, row, false);
         }
         let all = pending.widen.is_none_or(|at| at <= now);
         if all {
@@ -291,6 +307,9 @@ impl Owner {
             }
             Denial::Driver(error) => (Reason::Internal, format!("{asked} bytes asked on {name}: {error}"), arena),
         };
+        if reason == Reason::OutOfMemory {
+            self.tell_listener(slot, device, asked, (limit, reserved), true);
+        }
         let holders = self.holders(device);
         self.answer(slot, pending.call_id, Answer::Refused { reason, message, asked, limit, reserved, holders }, Vec::new());
     }

@@ -152,6 +152,7 @@ impl Owner {
             detached: false,
             stopped: false,
             faulted: false,
+            listens: false,
             buried: false,
         };
         let (python, torch) = (hello.python.as_deref().unwrap_or("-"), hello.torch.as_deref().unwrap_or("-"));

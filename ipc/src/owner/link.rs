@@ -149,6 +149,10 @@ impl Link {
         self.stalled
     }
 
+    pub(super) fn unsent_bytes(&self) -> usize {
+        self.outbox.bytes()
+    }
+
     pub(super) fn has_unsent(&self) -> bool {
         !self.outbox.is_empty()
     }

@@ -19,6 +19,7 @@ mod grow;
 mod hello;
 mod inline;
 mod link;
+mod listen;
 mod liveness;
 mod place;
 mod process;

@@ -60,6 +60,9 @@ pub(super) fn prepare_slot(control: &Control, slot: u32, devices: usize, now_ms:
         if let Some(cell) = control.live(slot, device) {
             cell.write(&LiveRow::default());
         }
+        if let Some(tally) = control.tally(slot, device) {
+            tally.reset();
+        }
     }
     if let Some(beat) = control.beat(slot) {
         beat.store(now_ms, Ordering::Relaxed);

@@ -16,8 +16,12 @@ impl Owner {
             return self.refuse(slot, call_id, Reason::Stale, format!("chunk {epoch} is not this client's: nothing released"));
         }
         let epochs: BTreeSet<u64> = epochs.iter().copied().collect();
-        let size = |epoch: &u64| self.estate.holding(*epoch).map_or(0, |holding| holding.chunk.bytes);
-        let bytes = epochs.iter().map(size).sum();
+        let mut by_device: BTreeMap<u32, u64> = BTreeMap::new();
+        for holding in epochs.iter().filter_map(|epoch| self.estate.holding(*epoch)) {
+            *by_device.entry(holding.device).or_default() += holding.chunk.bytes;
+        }
+        let bytes = by_device.values().sum();
+        by_device.into_iter().for_each(|(device, bytes)| self.estate.count_trim(slot, device, bytes));
         let retired = self.give_back(&epochs);
         self.answer(slot, call_id, Answer::Released { bytes, retired }, Vec::new());
         self.memory_came_back();

@@ -29,6 +29,7 @@ fn client(slot: u32, name: &str, reserved: u64, allocated: u64) -> ClientLedger 
         leased_in: 0,
         out_of_memory: 0,
         beat_age_ms: 10,
+        counts: crate::counts::Counts::default(),
     }
 }
 

@@ -16,7 +16,7 @@ use serde::{Deserialize, Serialize};
 
 use super::rig::{Rig, LARGEST, PATTERNS};
 use super::Dice;
-use crate::client::{Channel, Client, Error, Incoming, Options, Outgoing, Place, ReceiveOptions};
+use crate::client::{Channel, Client, Error, Incoming, Options, Outgoing, Way, Place, ReceiveOptions};
 
 /// Nothing takes longer, unless it hangs.
 const BOUND: Duration = Duration::from_secs(15);
@@ -292,7 +292,7 @@ impl Worker {
         let label = Label { content: self.content(bytes), alone: second.is_none(), hops: 0 };
         self.rig.fill(addr, label.content, stream)?;
         self.op();
-        let tensor = Outgoing { addr, bytes, place: self.place, stream: Some(stream), import: None, read_only: false };
+        let tensor = Outgoing { addr, bytes, place: self.place, stream: Some(stream), import: None, read_only: false, way: Way::Found };
         for (peer, channel) in [Some((peer, channel)), second].into_iter().flatten() {
             self.send(peer, &channel, label, tensor)?;
         }
@@ -370,6 +370,7 @@ impl Worker {
                     stream: None,
                     import: Some(tensor.import),
                     read_only: false,
+                    way: Way::Found,
                 };
                 self.send(third, &channel, Label { alone: false, hops: label.hops + 1, ..label }, whole)?;
                 alone = false;
@@ -422,6 +423,7 @@ impl Worker {
                 stream: Some(stream),
                 import: Some(tensor.import),
                 read_only: false,
+                way: Way::Found,
             };
             self.send(third, &channel, label, whole)?;
         }

@@ -248,6 +248,8 @@ pub enum Request {
     Ledger,
     /// Every window with its chunks. Answer: [`Answer::Windows`].
     Windows,
+    /// Tell of every growth that does not fit: [`Ask::Pressure`]. For a parent. Answer: [`Answer::Done`].
+    Listen,
     /// The client's context on a device is dead, though the process lives. No answer.
     Faulted {
         /// The device, by its index.
@@ -302,6 +304,21 @@ pub enum Ask {
     Died {
         /// Who.
         peer: Peer,
+    },
+    /// A growth does not fit. For a parent that said [`Request::Listen`]. No answer.
+    Pressure {
+        /// The device, by its index.
+        device: u32,
+        /// Who asked.
+        by: Peer,
+        /// Bytes asked for.
+        asked: u64,
+        /// The limit that is in the way: the arena's, or the client's own.
+        limit: u64,
+        /// Bytes reserved under it.
+        reserved: u64,
+        /// It was refused; else it waits, while others are asked to give back what they do not use.
+        refused: bool,
     },
     /// The owner ends. No answer.
     Goodbye,

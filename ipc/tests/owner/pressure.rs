@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use millpond_ipc::owner::Config;
-use millpond_ipc::wire::{Answer, Ask, Reason, Request};
+use millpond_ipc::wire::{Answer, Ask, Reason, Request, Role};
 
 use crate::raw::*;
 
@@ -23,6 +23,34 @@ fn an_idle_client_is_asked_to_trim_and_the_growth_is_granted() {
     assert_eq!(chunks[0].bytes, 8 * MIB);
     assert_sums(&busy.ledger());
     drop(rest);
+}
+
+#[test]
+fn a_parent_that_listens_is_told_of_pressure_and_of_refusal() {
+    let served = Served::start(Config { trim_timeout_ms: 20_000, ..config() });
+    let mut parent = served.attach_as("main", Role::Parent);
+    let (mut idle, mut busy) = (served.attach("idle"), served.attach("busy"));
+    assert!(matches!(idle.call(Request::Listen).0, Answer::Refused { reason: Reason::Refused, .. }), "a worker is told of its own alone");
+    assert_eq!(parent.call(Request::Listen).0, Answer::Done);
+    let chunks = idle.grow(64 * MIB);
+    busy.grow(192 * MIB);
+    busy.say_used(192 * MIB);
+    let call = busy.post(Request::Grow { device: 0, bytes: 8 * MIB });
+    let told = |ask| match ask {
+        Ask::Pressure { device: 0, by, asked, limit, reserved, refused } => (by.name, asked / MIB, limit / MIB, reserved / MIB, refused),
+        ask => panic!("{ask:?}"),
+    };
+    assert_eq!(told(parent.next_ask().1), ("busy".to_owned(), 8, 256, 256, false));
+    let (ask, Ask::Trim { .. }) = idle.next_ask() else { panic!() };
+    idle.release(&chunks);
+    idle.answered(ask, 64 * MIB);
+    assert!(matches!(busy.answer(call).0, Answer::Granted { .. }));
+    let call = busy.post(Request::Grow { device: 0, bytes: 512 * MIB });
+    assert!(matches!(busy.answer(call).0, Answer::Refused { .. }));
+    assert_eq!(told(parent.next_ask().1), ("busy".to_owned(), 512, 256, 200, true));
+    let counts = |slot| busy.ledger_of(slot).unwrap().counts;
+    assert_eq!((counts(busy.slot()).growths, counts(busy.slot()).refusals, counts(busy.slot()).trims), (2, 1, 0));
+    assert_eq!((counts(idle.slot()).trims, counts(idle.slot()).trimmed_bytes), (1, 64 * MIB));
 }
 
 #[test]

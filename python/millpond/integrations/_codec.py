@@ -2,7 +2,7 @@
 
 import sys
 
-from .. import _dtypes, _session, _tickets, errors, tiers
+from .. import _dtypes, _native, _session, _tickets, errors, tiers
 
 #: What nobody took is let go after so many seconds.
 EXPIRE = 600.0
@@ -32,6 +32,7 @@ def encode(value):
     try:
         return {"ticket": _tickets.kept(value, EXPIRE).decode(), "grad": grad}
     except errors.OutOfMemory as e:
+        _native.count(b"fell.arena_full")
         tiers.log.warning("the arena is full, a value goes by copies of its bytes: %s", e)
         return None
     except (errors.CannotCross, errors.Unsupported) as e:

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use millpond_allocator::driver::{Addr, Driver, Stream};
-use millpond_ipc::client::{Channel, Client, Error, Incoming, OnOwnerDeath, Options, Outgoing, Place, ReceiveOptions};
+use millpond_ipc::client::{Channel, Client, Error, Incoming, OnOwnerDeath, Options, Outgoing, Way, Place, ReceiveOptions};
 use millpond_ipc::wire::Role;
 
 /// A page of words that streams wait on when they are told to stall.
@@ -220,7 +220,7 @@ impl Worker {
                 let (addr, bytes) = self.block(words.value()?)?;
                 let stream = self.maybe_stream(words)?;
                 let read_only = words.or(String::new())? == "ro";
-                self.send(channel, &[Outgoing { addr, bytes, place: host, stream, import: None, read_only }], 5_000)
+                self.send(channel, &[Outgoing { addr, bytes, place: host, stream, import: None, read_only, way: Way::Found }], 5_000)
             }
             // One block so often in one message.
             "sendmany" => {
@@ -234,14 +234,22 @@ impl Worker {
                 let channel = words.value()?;
                 let (addr, _) = self.block(words.value()?)?;
                 let (at, bytes): (u64, u64) = (words.value()?, words.value()?);
-                self.send(channel, &[Outgoing { addr: addr + at, bytes, place: host, stream: None, import: None, read_only: false }], 5_000)
+                self.send(
+                    channel,
+                    &[Outgoing { addr: addr + at, bytes, place: host, stream: None, import: None, read_only: false, way: Way::Found }],
+                    5_000,
+                )
             }
             // Until the socket is full; the last send stays in it.
             "flood" => {
                 let channel = words.value()?;
                 let (addr, bytes) = self.block(words.value()?)?;
                 loop {
-                    self.send(channel, &[Outgoing { addr, bytes, place: host, stream: None, import: None, read_only: false }], 600_000)?;
+                    self.send(
+                        channel,
+                        &[Outgoing { addr, bytes, place: host, stream: None, import: None, read_only: false, way: Way::Found }],
+                        600_000,
+                    )?;
                 }
             }
             "copy" => {
@@ -250,7 +258,7 @@ impl Worker {
                 let addr = source.as_ptr() as u64;
                 self.send(
                     channel,
-                    &[Outgoing { addr, bytes: bytes as u64, place: host, stream: None, import: None, read_only: false }],
+                    &[Outgoing { addr, bytes: bytes as u64, place: host, stream: None, import: None, read_only: false, way: Way::Found }],
                     5_000,
                 )
             }
@@ -258,8 +266,15 @@ impl Worker {
                 let channel = words.value()?;
                 let import = self.import(words.value()?)?;
                 let stream = self.maybe_stream(words)?;
-                let outgoing =
-                    Outgoing { addr: import.addr, bytes: import.bytes, place: host, stream, import: Some(import.import), read_only: false };
+                let outgoing = Outgoing {
+                    addr: import.addr,
+                    bytes: import.bytes,
+                    place: host,
+                    stream,
+                    import: Some(import.import),
+                    read_only: false,
+                    way: Way::Found,
+                };
                 self.send(channel, &[outgoing], 5_000)
             }
             "recv" => {

@@ -23,9 +23,14 @@ pub(crate) struct Args {
 }
 
 pub(crate) fn run(args: &Args) -> ExitCode {
-    let beside = std::env::current_exe().ok().and_then(|exe| Some(exe.parent()?.join("python3"))).filter(|path| path.exists());
-    let python = beside.map_or_else(|| OsString::from("python3"), Into::into);
+    let python = python();
     let error = Command::new(&python).args(["-m", "millpond", "demo"]).args(&args.args).exec();
     eprintln!("millpond: {}: {error}; the demonstration needs Python 3.9 or newer with the millpond package", python.to_string_lossy());
     ExitCode::FAILURE
+}
+
+/// The Python beside this program, where it was installed into one; else the PATH's.
+pub(crate) fn python() -> OsString {
+    let beside = std::env::current_exe().ok().and_then(|exe| Some(exe.parent()?.join("python3"))).filter(|path| path.exists());
+    beside.map_or_else(|| OsString::from("python3"), Into::into)
 }

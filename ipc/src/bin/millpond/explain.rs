@@ -233,6 +233,7 @@ mod tests {
             leased_in: 0,
             out_of_memory: 0,
             beat_age_ms: 0,
+            counts: millpond_ipc::counts::Counts::default(),
         }
     }
 

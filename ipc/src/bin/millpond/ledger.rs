@@ -6,6 +6,7 @@ use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
 use clap::Args as ClapArgs;
+use millpond_ipc::counts::CountTable;
 use millpond_ipc::ledger::Ledger;
 use millpond_ipc::nvml::Nvml;
 use millpond_ipc::observer::Observer;
@@ -14,8 +15,9 @@ use millpond_ipc::picture::Picture;
 use crate::observe::Target;
 
 const AFTER: &str = "\
-Example: who holds what of the arena that MILLPOND_SOCKET and MILLPOND_KEY name, now; then once a second, as JSON.
+Example: who holds what of the arena that MILLPOND_SOCKET and MILLPOND_KEY name, now; with what each has done so far; once a second, as JSON.
   $ millpond ledger
+  $ millpond ledger --counts
   $ millpond ledger --watch --json | jq '.devices[0].reserved'
 
 As a picture; as a page that shows the last minute of it; as a page that renews itself until the owner ends.
@@ -36,6 +38,9 @@ pub(crate) struct Args {
     /// JSON instead of a table; one line each time.
     #[arg(long)]
     json: bool,
+    /// Also what each client has done so far: growths, refusals, trims, values by tier, copies, falls. JSON has it always.
+    #[arg(long)]
+    counts: bool,
     /// Again every second, until the owner ends.
     #[arg(long)]
     watch: bool,
@@ -77,7 +82,8 @@ fn show(args: &Args, observer: &Observer) -> ExitCode {
     let screen = args.watch && !args.json && io::stdout().is_terminal();
     loop {
         let ledger = look(observer, &nvml);
-        let text = if args.json { serde_json::to_string(&ledger).unwrap_or_default() + "\n" } else { ledger.to_string() };
+        let counts = if args.counts { CountTable(&ledger).to_string() } else { String::new() };
+        let text = if args.json { serde_json::to_string(&ledger).unwrap_or_default() + "\n" } else { format!("{ledger}{counts}") };
         let clear = if screen { "\x1b[H\x1b[2J" } else { "" };
         let mut out = io::stdout().lock();
         if write!(out, "{clear}{text}").and_then(|()| out.flush()).is_err() {

@@ -1,5 +1,6 @@
 //! `millpond bench`: what this machine does, measured the same way each time. Every part runs against an owner of its own.
 
+mod compare;
 mod handoff;
 mod lease;
 mod ledger;
@@ -10,6 +11,7 @@ mod reclaim;
 mod sample;
 mod trace;
 
+use std::ffi::OsString;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
@@ -28,6 +30,9 @@ Example: everything on CPU memory; hand-offs and growth of the first GPU, as JSO
   reclaim  memory that another client holds but does not use: from asking to having it
   ledger   a snapshot of 64 clients from shared memory
   trace    a replay of an allocation trace (--trace FILE; without: one that is made up)
+  compare  ours beside torch's allocators, RMM and the other ways of handing over, in turn; by Python, and only when asked for:
+           $ millpond bench compare --out compared
+           $ millpond bench compare --driver cuda -- --help
 
 Each figure is a percentile over many runs after a warm-up; the clock's own cost is in it and is printed.
 What cannot run here is named.";
@@ -40,8 +45,9 @@ pub(crate) struct Args {
     #[arg(value_enum)]
     parts: Vec<Part>,
     /// Whose memory.
-    #[arg(long, value_enum, default_value_t = Driver::Host)]
-    driver: Driver,
+    /// Default: host; compare: the GPU where there is one.
+    #[arg(long, value_enum)]
+    driver: Option<Driver>,
     /// Fewer runs: seconds instead of a minute, and less to be trusted.
     #[arg(long)]
     quick: bool,
@@ -51,6 +57,12 @@ pub(crate) struct Args {
     /// A trace to replay, as RMM logs them; may be given again.
     #[arg(long, value_name = "FILE")]
     trace: Vec<PathBuf>,
+    /// compare: write its JSON, its table and its plots to this folder.
+    #[arg(long, value_name = "DIR")]
+    out: Option<PathBuf>,
+    /// compare: its own arguments.
+    #[arg(last = true, value_name = "ARGS")]
+    more: Vec<OsString>,
     /// Be the other process of a measurement.
     #[arg(long, hide = true, value_name = "NAME")]
     worker: Option<String>,
@@ -65,6 +77,7 @@ enum Part {
     Reclaim,
     Ledger,
     Trace,
+    Compare,
 }
 
 /// Whose memory is measured.
@@ -120,12 +133,13 @@ fn measure(part: Part, plan: &Plan<'_>) -> Figures {
         Part::Reclaim => reclaim::measure(plan),
         Part::Ledger => ledger::measure(plan),
         Part::Trace => trace::measure(plan),
+        Part::Compare => Err("it is measured alone: millpond bench compare".to_owned()),
     }
 }
 
 pub(crate) fn run(args: &Args) -> ExitCode {
     if let Some(name) = &args.worker {
-        return match party::work(name, args.driver) {
+        return match party::work(name, args.driver.unwrap_or(Driver::Host)) {
             Ok(()) => ExitCode::SUCCESS,
             Err(error) => {
                 eprintln!("millpond: bench worker {name}: {error}");
@@ -133,10 +147,14 @@ pub(crate) fn run(args: &Args) -> ExitCode {
             }
         };
     }
+    if args.parts == [Part::Compare] {
+        return compare::run(args);
+    }
+    let driver = args.driver.unwrap_or(Driver::Host);
     let all = [Part::Malloc, Part::Handoff, Part::Lease, Part::Growth, Part::Reclaim, Part::Ledger, Part::Trace];
     let parts = if args.parts.is_empty() { all.as_slice() } else { &args.parts };
-    let plan = Plan { driver: args.driver, quick: args.quick, traces: &args.trace };
-    let machine = machine::header(args.driver.name());
+    let plan = Plan { driver, quick: args.quick, traces: &args.trace };
+    let machine = machine::header(driver.name());
     if !args.json {
         machine.iter().for_each(|(key, value)| println!("{key:<12} {}", value.as_str().map_or_else(|| value.to_string(), str::to_owned)));
     }
