@@ -2,12 +2,14 @@
 //!
 //! * [`driver`]: the calls that are made of a device, CUDA's or the host's.
 //! * [`heap`]: a process's own blocks, reused in stream order.
+//! * [`record`]: what was done, event by event, where somebody wants to know.
 //! * [`timeline`]: the words that streams of several processes write and wait on.
 //! * [`tlsf`]: where blocks lie, with all bookkeeping outside the memory.
 #![deny(unsafe_code)]
 
 pub mod driver;
 pub mod heap;
+pub mod record;
 #[cfg(feature = "replay")]
 pub mod replay;
 pub mod timeline;

@@ -202,13 +202,13 @@ impl Timelines {
         Ok(Signal { timeline, value })
     }
 
-    /// Makes the stream's later work wait for a signal; queues nothing where the CPU sees that it is reached.
+    /// Makes the stream's later work wait for a signal; queues nothing, and says false, where the CPU sees that it is reached.
     ///
     /// # Errors
     /// [`TimelineError::Dead`] if it never will be, [`TimelineError::Capturing`], or what the driver says.
-    pub fn wait(&self, stream: Stream, signal: Signal) -> Result<(), TimelineError> {
+    pub fn wait(&self, stream: Stream, signal: Signal) -> Result<bool, TimelineError> {
         match self.reached(signal)? {
-            Reached::Yes => return Ok(()),
+            Reached::Yes => return Ok(false),
             Reached::Never => return Err(TimelineError::Dead(signal)),
             Reached::No => {}
         }
@@ -219,7 +219,7 @@ impl Timelines {
         let mut inner = self.inner.lock();
         self.driver.wait_value(stream, self.address(signal.timeline), signal.value)?;
         inner.waits.insert(id, signal);
-        Ok(())
+        Ok(true)
     }
 
     /// Whether a signal is reached, as the CPU sees it.

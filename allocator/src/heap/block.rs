@@ -1,5 +1,6 @@
 //! One block's life: settled, used, pinned, freed, waiting, free.
 
+use crate::record::{origin, Event, Kind, Origin};
 use crate::tlsf::{Allocation, Handle, GRANULE};
 use crate::window::Chunk;
 
@@ -48,7 +49,7 @@ impl Inner {
 
     /// Makes an allocation a live block.
     #[inline]
-    pub(super) fn settle(&mut self, allocation: Allocation, place: u32, requested: u64) {
+    pub(super) fn settle(&mut self, allocation: Allocation, place: u32, requested: u64, origin: Origin) {
         let index = allocation.handle.index();
         let info = || Info {
             handle: allocation.handle,
@@ -70,6 +71,7 @@ impl Inner {
         }
         self.index.insert(allocation.offset, index);
         self.stats.allocated(u64::from(allocation.granules) * GRANULE, requested);
+        self.record_block(Kind::Allocate, index, 0, origin);
     }
 
     /// The live block that starts at a granule.
@@ -86,11 +88,12 @@ impl Inner {
 
     /// The owner of the block that starts at a granule is done with it on the host. False if none does.
     #[inline]
-    pub(super) fn free(&mut self, offset: u32) -> bool {
+    pub(super) fn free(&mut self, offset: u32, origin: Origin) -> bool {
         let Some(info) = self.index.remove(offset).and_then(|index| self.infos.get_mut(index as usize)) else { return false };
         info.freed = true;
         self.stats.freed(info.bytes(), info.requested);
         let (handle, pinned, plain) = (info.handle, info.pins > 0, info.more.is_none());
+        self.record_block(Kind::Free, handle.index(), if plain && !pinned { 0 } else { Event::PENDING }, origin);
         if plain && !pinned {
             self.release(handle);
         } else if !pinned {
@@ -108,6 +111,7 @@ impl Inner {
             }
             self.streams.unused(stream);
         }
+        self.record_block(Kind::Reusable, handle.index(), 0, origin());
         self.release(handle);
     }
 
@@ -145,6 +149,7 @@ impl Inner {
                 if let (Some(to), true) = (self.places.get_mut(to), from != to) {
                     to.live += 1;
                 }
+                self.record_block(Kind::Reusable, handle.index(), 0, origin());
                 self.release(handle);
             }
         }

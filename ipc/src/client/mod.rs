@@ -8,6 +8,7 @@ mod import;
 mod lease;
 mod link;
 mod receive;
+mod record;
 mod send;
 mod tend;
 mod ticket;
@@ -17,6 +18,7 @@ pub use channel::Channel;
 pub use error::Error;
 pub use lease::HoldRef;
 pub use receive::{Incoming, Message, ReceiveOptions};
+pub use record::recording_file;
 pub use send::Outgoing;
 
 use std::collections::HashMap;
@@ -146,6 +148,7 @@ pub struct Client {
     shared: Shared,
     welcome: Welcome,
     socket: PathBuf,
+    name: String,
     devices: Vec<Device>,
     /// Device by GPU ordinal, asked of the driver at first use.
     by_ordinal: OnceLock<Vec<Option<usize>>>,
@@ -198,6 +201,7 @@ impl Client {
             shared,
             welcome,
             socket: options.socket.clone(),
+            name: options.name.clone(),
             devices,
             by_ordinal: OnceLock::new(),
             windows: Mutex::default(),
@@ -211,6 +215,8 @@ impl Client {
             pid: std::process::id(),
         });
         tend::start(&client, reader, options.on_owner_death)?;
+        record::from_environment(&options.name);
+        client.introduce();
         Ok(client)
     }
 
@@ -252,6 +258,12 @@ impl Client {
     #[must_use]
     pub fn socket(&self) -> &PathBuf {
         &self.socket
+    }
+
+    /// This client's name for people.
+    #[must_use]
+    pub fn name(&self) -> &str {
+        &self.name
     }
 
     /// Whether the owner is there.
