@@ -16,7 +16,7 @@ use serde::Deserialize;
 use serde_json::{json, Value};
 
 use crate::error::{give, guard, take, ApiError, Result};
-use crate::{state, stats, tensor, torch};
+use crate::{recording, state, stats, tensor, torch};
 
 /// The version of this interface. It changes when a function or a structure does.
 pub const ABI_VERSION: u32 = 1;
@@ -147,6 +147,22 @@ enum Op {
     Locate {
         address: u64,
     },
+    Record(recording::Settings),
+    RecordStop {
+        #[serde(default)]
+        file: bool,
+    },
+    Recording {
+        device: i16,
+        #[serde(default)]
+        last: Option<u64>,
+    },
+    MergeTraces {
+        folder: PathBuf,
+        out: PathBuf,
+        #[serde(default)]
+        blocks: bool,
+    },
     Doctor,
 }
 
@@ -168,6 +184,10 @@ enum Op {
 /// | context_events | device, allowed: not where graphs are captured that the hooks do not tell of | {} |
 /// | counters | | messages, tensors, copies and socket bytes so far; leases, imported_bytes, foreign_frees |
 /// | locate | address | kind (block, import, foreign), window, offset, device |
+/// | record | events (kept), frames (of Python, at most), free_frames, folder (a file there), fresh (not the one that is on) | events, path, frames |
+/// | record_stop | file (one in a file too) | path |
+/// | recording | device, last (events) | on, events: [action, address, bytes, stream, µs since 1970, stack, pending], stacks, frames, dropped |
+/// | merge_traces | folder, out, blocks | processes, events, arrows, deaths, failed |
 /// | doctor | | checks: [name, ok, detail, fix] |
 ///
 /// # Safety
@@ -252,6 +272,10 @@ fn run(op: Op) -> Result<Value> {
         Op::GetFraction { device } => with_heap(device, |heap| json!({ "fraction": fraction(heap) }), || json!({ "fraction": 1.0 }))?,
         Op::Counters => counters(&*state::client()?),
         Op::Locate { address } => locate(&*state::client()?, address),
+        Op::Record(settings) => recording::start(&settings)?,
+        Op::RecordStop { file } => recording::stop(file),
+        Op::Recording { device, last } => recording::so_far(device, last),
+        Op::MergeTraces { folder, out, blocks } => recording::merge(&folder, &out, blocks)?,
         Op::Doctor => {
             let owner = state::if_attached().map(|client| client.socket().clone());
             let key = std::env::var("MILLPOND_KEY").unwrap_or_default();
