@@ -541,15 +541,35 @@ fn statistics_are_those_of_a_mirror() {
                 (pool.segment, pool.reserved_bytes) = Default::default();
             }
             (stats.growths, stats.trims) = (0, 0);
+            assert!(stats.inactive_split_bytes.peak >= stats.inactive_split_bytes.current);
+            (stats.inactive_split, stats.inactive_split_bytes) = Default::default();
             assert_eq!(stats, mirror);
             check_views(&lab.heap, &lab.source);
         }
     }
-    let (free, pieces) = lab.heap.inactive_split();
+    let stats = lab.heap.stats();
+    let (free, pieces) = (stats.inactive_split_bytes.current, stats.inactive_split.current);
     let regions = lab.heap.regions();
     let split = regions.iter().filter(|region| region.blocks.len() > 1 || region.blocks[0].used);
     let gaps: Vec<u64> = split.flat_map(|region| &region.blocks).filter(|block| !block.used).map(|block| block.bytes).collect();
     assert_eq!((free, pieces), (gaps.iter().sum(), gaps.len() as u64));
+}
+
+#[test]
+fn the_peak_of_split_pieces_outlives_them_until_it_is_reset() {
+    let lab = Lab::new();
+    let stream = lab.stream();
+    let blocks: Vec<_> = (0..4).map(|_| lab.alloc(MIB, stream)).collect();
+    lab.free(blocks[0]);
+    lab.free(blocks[2]);
+    let stats = lab.heap.stats();
+    assert_eq!((stats.inactive_split.current, stats.inactive_split_bytes.current), (3, CHUNK - 2 * MIB), "two holes and the rest");
+    lab.free(blocks[1]);
+    lab.free(blocks[3]);
+    let stats = lab.heap.stats();
+    assert_eq!((stats.inactive_split.current, stats.inactive_split.peak, stats.inactive_split_bytes.peak), (0, 3, CHUNK - MIB));
+    lab.heap.reset_peaks();
+    assert_eq!(lab.heap.stats().inactive_split_bytes.peak, 0);
 }
 
 #[test]

@@ -24,6 +24,13 @@ impl Stat {
         self.current = self.current.saturating_sub(n);
         self.freed += n;
     }
+
+    pub(super) fn set(&mut self, n: u64) {
+        match n.checked_sub(self.current) {
+            Some(more) => self.add(more),
+            None => self.sub(self.current - n),
+        }
+    }
 }
 
 /// Counters of one pool.
@@ -85,6 +92,10 @@ pub struct Stats {
     pub small: PoolStats,
     /// Larger ones.
     pub large: PoolStats,
+    /// Free pieces of chunks that are partly used. Small and large blocks share chunks: only the sum is kept.
+    pub inactive_split: Stat,
+    /// Their bytes.
+    pub inactive_split_bytes: Stat,
     /// Allocations that succeeded only after giving back or waiting.
     pub retries: u64,
     /// Out-of-memory errors.
@@ -125,6 +136,13 @@ impl Stats {
         }
     }
 
+    /// Free pieces of chunks that are partly used, and their bytes, after a block came or went.
+    #[inline]
+    pub(super) fn split(&mut self, pieces: u64, bytes: u64) {
+        self.inactive_split.set(pieces);
+        self.inactive_split_bytes.set(bytes);
+    }
+
     pub(super) fn reserved(&mut self, bytes: u64) {
         for pool in [&mut self.all, &mut self.large] {
             pool.segment.add(1);
@@ -143,6 +161,7 @@ impl Stats {
         for pool in [&mut self.all, &mut self.small, &mut self.large] {
             pool.each().into_iter().for_each(|stat| stat.peak = stat.current);
         }
+        [&mut self.inactive_split, &mut self.inactive_split_bytes].into_iter().for_each(|stat| stat.peak = stat.current);
     }
 
     /// The counters since `begin` alone: peaks as they are (they were reset then), totals as differences.
@@ -168,12 +187,15 @@ impl Stats {
         for (mine, theirs) in [(&mut self.all, &mut other.all), (&mut self.small, &mut other.small), (&mut self.large, &mut other.large)] {
             mine.each().into_iter().zip(theirs.each()).for_each(|(mine, theirs)| f(mine, theirs));
         }
+        f(&mut self.inactive_split, &other.inactive_split);
+        f(&mut self.inactive_split_bytes, &other.inactive_split_bytes);
     }
 
     pub(super) fn reset_accumulated(&mut self) {
         for pool in [&mut self.all, &mut self.small, &mut self.large] {
             pool.each().into_iter().for_each(|stat| (stat.allocated, stat.freed) = (0, 0));
         }
+        [&mut self.inactive_split, &mut self.inactive_split_bytes].into_iter().for_each(|stat| (stat.allocated, stat.freed) = (0, 0));
         (self.retries, self.out_of_memory) = (0, 0);
     }
 }

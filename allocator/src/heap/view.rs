@@ -42,16 +42,10 @@ impl Heap {
     /// The counters.
     #[must_use]
     pub fn stats(&self) -> Stats {
-        self.inner.lock().stats
-    }
-
-    /// Bytes of free pieces in chunks that are partly used, and how many pieces they are.
-    #[must_use]
-    pub fn inactive_split(&self) -> (u64, u64) {
-        let inner = self.inner.lock();
-        let split = inner.tlsf.regions().filter(|(_, _, free)| free.is_none());
-        let pieces = split.flat_map(|(offset, ..)| inner.tlsf.blocks(offset)).filter(|block| !block.used);
-        pieces.fold((0, 0), |(bytes, pieces), block| (bytes + u64::from(block.granules) * GRANULE, pieces + 1))
+        let mut inner = self.inner.lock();
+        // Trims and merges change it too.
+        inner.count_split();
+        inner.stats
     }
 
     /// The largest free block, in bytes: of any stream's.

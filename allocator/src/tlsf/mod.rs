@@ -227,6 +227,11 @@ impl Tlsf {
         self.used
     }
 
+    /// Free blocks that are not all of their region, and their granules.
+    pub const fn split(&self) -> (u64, u64) {
+        self.nodes.split
+    }
+
     /// Granules of the largest free block of any domain, 0 if there is none. Walks the highest bin of each domain.
     pub fn largest_free(&self) -> u32 {
         let highest = self.domains.iter().filter_map(|(_, bins)| bins.highest().map(|bin| bins.head(bin)));
