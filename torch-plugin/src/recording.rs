@@ -26,7 +26,7 @@ pub struct Settings {
     /// Into a file of this folder, which is there whatever becomes of the process.
     #[serde(default)]
     folder: Option<PathBuf>,
-    /// In place of one that is on, whatever that is.
+    /// In place of one that is on; a recording in memory does not end one in a file.
     #[serde(default)]
     fresh: bool,
 }
@@ -38,12 +38,13 @@ fn failed(error: &std::io::Error, what: &str) -> ApiError {
 /// Begins a recording. One that is on goes on where it keeps as many events; its frames are as asked from here on.
 pub fn start(settings: &Settings) -> Result<Value> {
     let events = settings.events.unwrap_or(record::EVENTS).min(record::MOST_EVENTS);
-    let goes_on = |(capacity, path): &(u64, Option<PathBuf>)| match &settings.folder {
+    let goes_on = |(capacity, path): &(u64, Option<PathBuf>)| match (&settings.folder, path) {
         // Nobody's file is ended for a recording in memory.
-        None => path.is_some() || *capacity >= events,
-        Some(folder) => path.as_ref().is_some_and(|path| path.parent() == Some(folder)),
+        (None, Some(_)) => true,
+        (None, None) => !settings.fresh && *capacity >= events,
+        (Some(folder), path) => !settings.fresh && path.as_ref().is_some_and(|path| path.parent() == Some(folder)),
     };
-    if settings.fresh || !record::settings().as_ref().is_some_and(goes_on) {
+    if !record::settings().as_ref().is_some_and(goes_on) {
         let client = state::if_attached();
         let name = client.as_ref().map_or("process", |client| client.name());
         let path = settings.folder.as_deref().map(|folder| recording_file(folder, name)).transpose();
