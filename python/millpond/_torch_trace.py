@@ -90,10 +90,15 @@ class History:
             self.trace.append(entry)
 
     def fill(self, segments):
-        """Puts the frames of segments and blocks in their places."""
-        for segment in segments:
-            segment["frames"] = self._stacks.get(self._segments.get(segment["address"]), self._none)
-            for block in segment["blocks"]:
-                if block.get("state") != "inactive":
-                    block["frames"] = self._stacks.get(self._blocks.get(block["address"]), self._none)
+        """Puts the frames of segments and live blocks in their places."""
+        if self._stacks:
+            for segment in segments:
+                self._put(segment, self._segments)
+                for block in segment["blocks"]:
+                    self._put(block, self._blocks)
         return segments
+
+    def _put(self, place, stacks):
+        frames = self._stacks.get(stacks.get(place["address"]))
+        if frames:
+            place["frames"] = frames
