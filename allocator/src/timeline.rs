@@ -10,7 +10,7 @@ use std::sync::Arc;
 
 use parking_lot::Mutex;
 
-use crate::driver::{Addr, Capture, Driver, DriverError, Stream, StreamId};
+use crate::driver::{Addr, Capture, CuResult, Driver, DriverError, Stream, StreamId};
 
 /// What a dead client's word holds. Values stay below it for ever (2⁶² signals), and waits compare cyclically, so it
 /// releases them all.
@@ -153,7 +153,8 @@ impl Slots {
 }
 
 impl Timelines {
-    /// Registers the memory with the driver. It stays registered as long as the process lives.
+    /// Registers the memory with the driver, unless another device of this process has. It stays registered as long as the
+    /// process lives.
     ///
     /// # Errors
     /// What the driver says.
@@ -161,7 +162,10 @@ impl Timelines {
     pub fn new(driver: Arc<dyn Driver>, memory: Arc<dyn TimelineMemory>, slots: Arc<Slots>) -> Result<Self, DriverError> {
         let (start, bytes) = memory.range();
         // SAFETY: the range belongs to `memory`, which self keeps, and a client keeps its Timelines for the process's life.
-        let base = unsafe { driver.host_register(start, bytes)? };
+        let base = match unsafe { driver.host_register(start, bytes) } {
+            Err(error) if error.result() == Some(CuResult::HOST_MEMORY_ALREADY_REGISTERED) => driver.host_address(start)?,
+            registered => registered?,
+        };
         Ok(Self { driver, memory, base, slots, inner: Mutex::default() })
     }
 

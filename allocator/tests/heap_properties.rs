@@ -202,6 +202,9 @@ impl Driver for Spy {
         // SAFETY: passed on.
         unsafe { self.driver.host_register(ptr, bytes) }
     }
+    fn host_address(&self, ptr: *mut u8) -> Result<Addr> {
+        self.driver.host_address(ptr)
+    }
     fn host_unregister(&self, ptr: *mut u8) -> Result<()> {
         self.driver.host_unregister(ptr)
     }

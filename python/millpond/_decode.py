@@ -32,9 +32,12 @@ class Received:
             raise errors.Refused(f"a value was sent on a tier that does not work: {self.refused}")
         if '"$"' not in self.body:
             return json.loads(self.body)
-        decoder = _Decoder(memories, lazy)
         try:
-            return json.JSONDecoder(object_hook=decoder.hook).decode(self.body)
+            decoder = _spare.pop()
+        except IndexError:
+            decoder = _Decoder()
+        try:
+            return decoder.decode(memories, lazy, self.body)
         except errors.Error:
             raise
         except RecursionError:
@@ -57,13 +60,26 @@ def _split(text):
     return header, text[end + 1 : -1]
 
 
-class _Decoder:
-    __slots__ = ("memories", "lazy", "import_torch")
+#: Decoders that nobody uses at the moment: to make one costs as much as to decode a small message.
+_spare = []
 
-    def __init__(self, memories, lazy):
+
+class _Decoder:
+    __slots__ = ("memories", "lazy", "import_torch", "json")
+
+    def __init__(self):
+        self.json = json.JSONDecoder(object_hook=self.hook)
+
+    def decode(self, memories, lazy, text):
         self.memories = memories
         self.lazy = lazy
         self.import_torch = "torch" in sys.modules or not _streams.gpus()
+        try:
+            return self.json.decode(text)
+        finally:
+            self.memories = ()  # a view that was refused must not live on in here
+            if len(_spare) < 8:
+                _spare.append(self)
 
     def hook(self, found):
         node = found.get("$")

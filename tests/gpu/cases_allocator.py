@@ -479,21 +479,3 @@ def native_ipc_is_refused_by_name():
     e = raises(Exception, reduce_tensor, x)
     equal(float(x.sum()), 10.0)
     return {"says": f"{type(e).__name__}: {str(e)[:200]}"}
-
-
-@test()
-def several_gpus():
-    """Memory on the device asked for; copies across; no context where none is needed."""
-    import torch as module
-
-    if module.cuda.device_count() < 2:
-        raise Skip("one GPU")
-    p = Parent()
-    torch = p.torch
-    with torch.cuda.device(1):
-        y = torch.full((MIB,), 2.0, device="cuda:1")
-    equal(y.device.index, 1)
-    x = torch.full((MIB,), 3.0, device="cuda:0")
-    equal(float(x.to("cuda:1").sum()), 3.0 * MIB)
-    equal(float((x.to("cuda:1") + y).sum()), 5.0 * MIB)
-    equal(float(y.to("cuda:0").sum()), 2.0 * MIB)

@@ -576,7 +576,10 @@ def trips(send, receive, value, count, warm=100):
         receive()
         if turn >= warm:
             times.append(clock() - start)
-    return summary(times)
+    return times
+
+
+SIZES = [MIB, 64 * MIB, GIB, 6 * GIB, 16 * GIB, 64 * GIB]
 
 
 @test(timeout=100, alone=True)
@@ -585,18 +588,19 @@ def handoff_round_trip():
     import os
 
     quick = os.environ.get("MILLPOND_TEST_QUICK") == "1"
-    p = Parent(limit="60%")
+    p = Parent(limit="75%")
     torch = p.torch
     conn = p.worker(bouncer)
-    figures = {}
     receive = lambda: conn.recv(timeout=60)
-    figures["message_without_tensor_us"] = trips(conn.send, receive, None, 1000)
-    for nbytes in (MIB, 64 * MIB, GIB, 6 * GIB) if quick else (MIB, 64 * MIB, GIB, 6 * GIB, 16 * GIB, 64 * GIB):
-        t = torch.empty(nbytes, dtype=torch.uint8, device="cuda")
-        figures[f"ours_{nbytes >> 20}MiB_us"] = trips(conn.send, receive, {"t": t}, 1000)
-        del t
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()
+    figures = {"message_without_tensor_us": summary(trips(conn.send, receive, None, 1000))}
+    # The sizes take turns: the machine's processors change their speed with time.
+    tensors = {f"ours_{n >> 20}MiB_us": torch.empty(n, dtype=torch.uint8, device="cuda") for n in (SIZES[:4] if quick else SIZES)}
+    times = {key: [] for key in tensors}
+    for _ in range(10):
+        for key, t in tensors.items():
+            times[key] += trips(conn.send, receive, {"t": t}, 100, 20)
+    del tensors, t
+    figures.update((key, summary(found)) for key, found in times.items())
     p50 = {key: value["p50"] for key, value in figures.items() if key.startswith("ours")}
     figures["p50_1GiB_over_1MiB"] = round(p50[f"ours_{GIB >> 20}MiB_us"] / p50["ours_1MiB_us"], 3)
     figures["p50_largest_over_smallest"] = round(list(p50.values())[-1] / p50["ours_1MiB_us"], 3)
@@ -632,7 +636,7 @@ def native():
     figures = {}
     for nbytes in (MIB, GIB):
         t = torch.empty(nbytes, dtype=torch.uint8, device="cuda")
-        figures[f"native_{nbytes >> 20}MiB_us"] = trips(q.put, lambda: answers.get(timeout=30), t, 300, 30)
+        figures[f"native_{nbytes >> 20}MiB_us"] = summary(trips(q.put, lambda: answers.get(timeout=30), t, 300, 30))
         del t
     print(json.dumps(figures), flush=True)
     q.put("end")

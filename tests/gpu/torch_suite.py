@@ -27,7 +27,7 @@ def main():
     os.environ["MILLPOND_TEST_DRIVER"] = options.driver
     import harness
 
-    for module in ("cases_allocator", "cases_graphs", "cases_handoff", "cases_death", "cases_doors", "cases_programs"):
+    for module in ("cases_allocator", "cases_graphs", "cases_handoff", "cases_death", "cases_doors", "cases_programs", "cases_two_gpus"):
         __import__(module)
     if options.worker:
         return harness.be_worker(options.worker[0], options.worker[1:])

@@ -282,17 +282,25 @@ pub trait Driver: Send + Sync + Debug {
 
     // Words in host memory that streams write and wait on.
 
-    /// Makes host memory reachable by the device and by stream operations; returns its device address. Page-aligned.
+    /// Makes host memory reachable by every device of this process and by stream operations; returns its address on this one.
+    /// Page-aligned.
     ///
     /// # Safety
     /// The range must stay mapped until [`Driver::host_unregister`].
     ///
     /// # Errors
-    /// What the driver says.
+    /// [`CuResult::HOST_MEMORY_ALREADY_REGISTERED`] for memory that this process has registered, by whichever device: see
+    /// [`Driver::host_address`].
     #[allow(unsafe_code)]
     unsafe fn host_register(&self, ptr: *mut u8, bytes: usize) -> Result<Addr>;
 
-    /// Ends [`Driver::host_register`].
+    /// The address on this device of memory that a device of this process has registered.
+    ///
+    /// # Errors
+    /// [`CuResult::INVALID_VALUE`] for other memory.
+    fn host_address(&self, ptr: *mut u8) -> Result<Addr>;
+
+    /// Ends [`Driver::host_register`], for every device.
     ///
     /// # Errors
     /// [`CuResult::HOST_MEMORY_NOT_REGISTERED`] for another pointer.

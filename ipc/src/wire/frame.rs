@@ -19,8 +19,13 @@ pub const FRAME_LIMIT: usize = 64 << 20;
 /// The most descriptors with one frame (the kernel's own limit is 253).
 pub const MAX_FDS: usize = 200;
 
-/// How long an eager reader spins before it sleeps.
-const EAGER: Duration = Duration::from_micros(30);
+/// The longest that an eager reader looks again and again before it sleeps: to be woken on a processor that has gone idle
+/// costs tens of microseconds, and what runs next runs at half its speed.
+const EAGER_MOST: Duration = Duration::from_micros(150);
+/// What counts as a long wait: a longer one says no more, so that a few fast frames make up for it.
+const SLOW: Duration = Duration::from_millis(1);
+/// What an eager reader spends where frames have not been coming fast.
+const EAGER_LEAST: Duration = Duration::from_micros(20);
 
 fn cores_to_spare() -> bool {
     static SPARE: OnceLock<bool> = OnceLock::new();
@@ -168,6 +173,8 @@ pub struct FrameReader {
     fds: VecDeque<OwnedFd>,
     received: u64,
     exact: bool,
+    /// How long frames have lately been waited for, the last one counting for a quarter.
+    usual: Duration,
 }
 
 impl FrameReader {
@@ -272,17 +279,27 @@ impl FrameReader {
         Ok(self.fds.drain(..count).collect())
     }
 
+    /// Twice what frames have usually been waited for, if that is worth a core's time.
+    fn patience(&self) -> Duration {
+        if self.usual > EAGER_MOST {
+            EAGER_LEAST
+        } else {
+            (self.usual * 2).clamp(EAGER_LEAST, EAGER_MOST)
+        }
+    }
+
     /// Waits for one whole frame (`None`: for ever). `eager`: the answer is likely on its way, so a core is spent on it for a
-    /// moment (where there are cores to spare): to be woken costs more than most answers take.
+    /// moment (where there are cores to spare), longer where frames have been coming fast.
     ///
     /// # Errors
     /// [`FrameError`].
     pub fn read_frame(&mut self, socket: BorrowedFd<'_>, timeout: Option<Duration>, eager: bool) -> Result<Vec<u8>, FrameError> {
         let start = Instant::now();
         let deadline = timeout.map(|t| start + t);
-        let eager = if eager && cores_to_spare() { EAGER } else { Duration::ZERO };
+        let eager = if eager && cores_to_spare() { self.patience() } else { Duration::ZERO };
         loop {
             if let Some(frame) = self.next_frame()? {
+                self.usual = (self.usual * 3 + start.elapsed().min(SLOW)) / 4;
                 return Ok(frame);
             }
             if !self.fill(socket)? {

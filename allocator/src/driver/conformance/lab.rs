@@ -292,6 +292,11 @@ impl Word {
         self.atomic(n).store(value, Ordering::Release);
     }
 
+    /// Where the CPU has the page.
+    pub(super) fn as_ptr(&self) -> *mut u8 {
+        self.cpu.as_ptr().cast()
+    }
+
     /// Registers the page once more.
     pub(super) fn register_again(&self, driver: &dyn Driver) -> crate::driver::Result<Addr> {
         // SAFETY: the page is mapped and registered while its `Lab` lives; a second registration is refused, which is what is tried.

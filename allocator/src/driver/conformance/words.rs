@@ -117,7 +117,11 @@ fn bad_words(driver: &Arc<dyn Driver>) -> Outcome {
 fn registered_once(driver: &Arc<dyn Driver>) -> Outcome {
     let lab = Lab::new(driver);
     let words = lab.words()?;
-    refused(words.register_again(&**driver), CuResult::HOST_MEMORY_ALREADY_REGISTERED, "registering twice")
+    refused(words.register_again(&**driver), CuResult::HOST_MEMORY_ALREADY_REGISTERED, "registering twice")?;
+    let found = ok(driver.host_address(words.as_ptr()))?;
+    want(found == words.at(0), || format!("registered memory is at {found:#x}, not at {:#x}", words.at(0)))?;
+    let mut other = vec![0_u8; 2 * rustix::param::page_size()];
+    refused(driver.host_address(other.as_mut_ptr()), CuResult::INVALID_VALUE, "the address of memory that is not registered")
 }
 
 fn not_registered(driver: &Arc<dyn Driver>) -> Outcome {

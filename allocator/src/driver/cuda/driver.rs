@@ -335,14 +335,17 @@ impl Driver for CudaDriver {
         let flags = sys::CU_MEMHOSTREGISTER_PORTABLE | sys::CU_MEMHOSTREGISTER_DEVICEMAP;
         // SAFETY: the caller keeps the range mapped until it is unregistered.
         unsafe { self.api.cuMemHostRegister(ptr.cast(), bytes, flags) }?;
-        let mut addr = 0;
-        // SAFETY: the driver writes one address; the range was registered just now.
-        let found = unsafe { self.api.cuMemHostGetDevicePointer(&mut addr, ptr.cast(), 0) };
-        if let Err(error) = found {
-            // SAFETY: as above.
+        self.host_address(ptr).inspect_err(|_| {
+            // SAFETY: the range was registered just now.
             let _ = unsafe { self.api.cuMemHostUnregister(ptr.cast()) };
-            return Err(error);
-        }
+        })
+    }
+
+    fn host_address(&self, ptr: *mut u8) -> Result<Addr> {
+        let _current = self.context.enter("cuMemHostGetDevicePointer")?;
+        let mut addr = 0;
+        // SAFETY: the driver writes one address; it looks the pointer up among those registered.
+        unsafe { self.api.cuMemHostGetDevicePointer(&mut addr, ptr.cast(), 0) }?;
         Ok(addr)
     }
 

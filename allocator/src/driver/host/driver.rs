@@ -296,6 +296,12 @@ impl Driver for HostDriver {
         self.shared.memory.words.add(ptr, bytes).map_err(|result| HostCall::HostRegister.refuse(result))
     }
 
+    fn host_address(&self, ptr: *mut u8) -> Result<Addr> {
+        self.enter_alive(HostCall::HostAddress)?;
+        let found = self.shared.memory.words.find(ptr as Addr).is_some();
+        found.then_some(ptr as Addr).ok_or_else(|| HostCall::HostAddress.refuse(CuResult::INVALID_VALUE))
+    }
+
     fn host_unregister(&self, ptr: *mut u8) -> Result<()> {
         self.enter_alive(HostCall::HostUnregister)?;
         self.shared.memory.words.remove(ptr).map_err(|result| HostCall::HostUnregister.refuse(result))

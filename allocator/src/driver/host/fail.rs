@@ -65,6 +65,7 @@ calls! {
     EventQuery = "event_query",
     StreamWaitEvent = "stream_wait_event",
     HostRegister = "host_register",
+    HostAddress = "host_address",
     HostUnregister = "host_unregister",
     WriteValue = "write_value",
     WaitValue = "wait_value",

@@ -1,0 +1,46 @@
+//! Timelines of one process on several devices.
+
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
+
+use std::sync::Arc;
+
+use millpond_allocator::driver::host::{HostConfig, HostPlatform};
+use millpond_allocator::driver::Driver;
+use millpond_allocator::timeline::{Reached, Slots, TimelineMemory, Timelines, Word};
+
+#[repr(C, align(4096))]
+#[derive(Debug)]
+struct Words([Word; 64]);
+
+impl TimelineMemory for Words {
+    fn word(&self, timeline: u32) -> Option<&Word> {
+        self.0.get(timeline as usize)
+    }
+    fn range(&self) -> (*mut u8, usize) {
+        (self.0.as_ptr().cast_mut().cast(), size_of_val(&self.0))
+    }
+}
+
+#[test]
+fn devices_of_one_process_share_the_words() {
+    let platform = HostPlatform::new(HostConfig { devices: 2, ..HostConfig::default() });
+    let words = Arc::new(Words(std::array::from_fn(|_| Word::default())));
+    let slots = Arc::new(Slots::new(0, 8));
+    let drivers = [platform.driver(0).unwrap(), platform.driver(1).unwrap()];
+    drivers.iter().for_each(|driver| driver.attach_context().unwrap());
+    let timelines: Vec<Timelines> =
+        drivers.iter().map(|driver| Timelines::new(driver.clone(), words.clone(), slots.clone()).unwrap()).collect();
+    let streams = drivers.each_ref().map(|driver| driver.stream_create().unwrap());
+
+    let stall = drivers[0].stall(streams[0]);
+    let signals = [timelines[0].signal(streams[0]).unwrap(), timelines[1].signal(streams[1]).unwrap()];
+    assert_ne!(signals[0].timeline, signals[1].timeline, "each stream has a timeline of its own");
+    drivers[1].stream_synchronize(streams[1]).unwrap();
+    assert_eq!(timelines[0].reached(signals[1]).unwrap(), Reached::Yes, "what one device wrote, the other reads");
+
+    timelines[1].wait(streams[1], signals[0]).unwrap();
+    assert!(!drivers[1].stream_query(streams[1]).unwrap(), "one device's stream stands behind the other's");
+    drop(stall);
+    drivers[1].stream_synchronize(streams[1]).unwrap();
+    assert_eq!(timelines[1].reached(signals[0]).unwrap(), Reached::Yes);
+}
