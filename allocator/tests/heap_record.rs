@@ -42,7 +42,10 @@ fn a_block_and_its_chunk_are_recorded_from_growth_to_trim() {
     assert_ne!(allocated[0].stream, allocated[1].stream);
     assert_eq!(allocated.iter().map(|e| e.value).collect::<Vec<_>>(), [KIB + 512, KIB + 512 + 3 * CHUNK]);
     let freed = of(Kind::Free);
-    assert_eq!(freed.iter().map(|e| (e.addr, e.flags, e.value)).collect::<Vec<_>>(), [(small, Event::PENDING, 3 * CHUNK), (large, Event::PENDING, 0)]);
+    assert_eq!(
+        freed.iter().map(|e| (e.addr, e.flags, e.value)).collect::<Vec<_>>(),
+        [(small, Event::PENDING, 3 * CHUNK), (large, Event::PENDING, 0)]
+    );
     let mut reusable: Vec<_> = of(Kind::Reusable).iter().map(|e| e.addr).collect();
     reusable.sort_unstable();
     let mut both = [small, large];

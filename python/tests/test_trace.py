@@ -264,3 +264,28 @@ def test_what_cannot_be_traced_is_said(arena, tmp_path, monkeypatch):
     with pytest.raises(millpond.Refused, match="MILLPOND_TRACE"):
         with millpond.trace(tmp_path / "out.json"):
             raise AssertionError("not reached")
+
+
+FORKED = """
+import os, millpond
+from millpond import _native, _trace
+arena = millpond.Arena(limit="64M", driver="host")
+library = _native.library()
+library.allocate(-1, 512, 0)
+_trace.record(frames=8)
+child = os.fork()
+if child == 0:
+    try:
+        _native.control("recording", device=-1)
+    except millpond.Forked:
+        raise SystemExit(7)   # and at its exit it does not wait for the parent's locks
+    raise SystemExit(8)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7 if hasattr(os, "waitstatus_to_exitcode") else True
+library.allocate(-1, 512, 0)
+assert len(_native.control("recording", device=-1)["events"]) == 1, "the child wrote nothing"
+"""
+
+
+def test_a_forked_child_records_nothing():
+    done = subprocess.run([sys.executable, "-c", FORKED], stdout=subprocess.PIPE, stderr=subprocess.PIPE, timeout=60)
+    assert done.returncode == 0, done.stderr.decode()

@@ -27,7 +27,8 @@ def main():
     os.environ["MILLPOND_TEST_DRIVER"] = options.driver
     import harness
 
-    for module in ("cases_allocator", "cases_graphs", "cases_handoff", "cases_death", "cases_doors", "cases_programs", "cases_two_gpus"):
+    modules = "allocator graphs handoff death doors programs two_gpus recording"
+    for module in (f"cases_{name}" for name in modules.split()):
         __import__(module)
     if options.worker:
         return harness.be_worker(options.worker[0], options.worker[1:])

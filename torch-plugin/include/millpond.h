@@ -136,6 +136,10 @@ const char *millpond_version(void);
 // | context_events | device, allowed: not where graphs are captured that the hooks do not tell of | {} |
 // | counters | | messages, tensors, copies and socket bytes so far; leases, imported_bytes, foreign_frees |
 // | locate | address | kind (block, import, foreign), window, offset, device |
+// | record | events (kept), frames (of Python, at most), free_frames, folder (a file there), fresh (not the one that is on) | events, path, frames |
+// | record_stop | file (one in a file too) | path |
+// | recording | device, last (events) | on, events: [action, address, bytes, stream, µs since 1970, stack, pending], stacks, frames, dropped |
+// | merge_traces | folder, out, blocks | processes, events, arrows, deaths, failed |
 // | doctor | | checks: [name, ok, detail, fix] |
 //
 // # Safety

@@ -272,6 +272,8 @@ fn run(op: Op) -> Result<Value> {
         Op::GetFraction { device } => with_heap(device, |heap| json!({ "fraction": fraction(heap) }), || json!({ "fraction": 1.0 }))?,
         Op::Counters => counters(&*state::client()?),
         Op::Locate { address } => locate(&*state::client()?, address),
+        // A lock of the recording may be held for ever there: by a thread that is the parent's.
+        Op::Record(_) | Op::RecordStop { .. } | Op::Recording { .. } if state::is_forked() => return Err(Error::Forked.into()),
         Op::Record(settings) => recording::start(&settings)?,
         Op::RecordStop { file } => recording::stop(file),
         Op::Recording { device, last } => recording::so_far(device, last),

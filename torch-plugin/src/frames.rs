@@ -19,7 +19,7 @@ use std::time::{Duration, Instant};
 use millpond_allocator::record::{self, Origin};
 
 use python::Python;
-pub use table::MOST_FRAMES;
+use table::MOST_FRAMES;
 
 /// Frames of one stack that are kept, the innermost first; 0: none are taken.
 static DEPTH: AtomicU32 = AtomicU32::new(0);
@@ -36,7 +36,7 @@ thread_local! {
 }
 
 /// From here on allocations, and frees if asked, are recorded with up to `depth` frames. False: this process has no Python.
-pub fn start(depth: u32, of_frees: bool) -> bool {
+pub(crate) fn start(depth: u32, of_frees: bool) -> bool {
     let found = Python::get().is_some();
     if found {
         OF_FREES.store(u32::from(of_frees), Ordering::Relaxed);
@@ -46,7 +46,7 @@ pub fn start(depth: u32, of_frees: bool) -> bool {
 }
 
 /// No frames are taken any more, and no thread is about to. To be called without the GIL.
-pub fn stop() {
+pub(crate) fn stop() {
     DEPTH.store(0, Ordering::SeqCst);
     let since = Instant::now();
     while INSIDE.load(Ordering::SeqCst) > 0 && since.elapsed() < LONGEST {
@@ -54,20 +54,21 @@ pub fn stop() {
     }
 }
 
-/// In a forked child.
-pub fn forked() {
+/// In a forked child, where no other thread is in here.
+pub(crate) fn forked() {
     DEPTH.store(0, Ordering::Relaxed);
+    INSIDE.store(0, Ordering::Relaxed);
 }
 
 /// What an allocation is recorded with. May take the GIL; no lock of ours is held.
 #[inline]
-pub fn of_allocation() -> Origin {
+pub(crate) fn of_allocation() -> Origin {
     record::origin().map(|none| take(true).unwrap_or(none))
 }
 
 /// What a free is recorded with. Never takes the GIL.
 #[inline]
-pub fn of_free() -> Origin {
+pub(crate) fn of_free() -> Origin {
     record::origin().map(|none| if OF_FREES.load(Ordering::Relaxed) == 0 { none } else { take(false).unwrap_or(none) })
 }
 
@@ -80,7 +81,8 @@ fn take(may_take_gil: bool) -> Option<u32> {
     INSIDE.fetch_add(1, Ordering::SeqCst);
     // Again: whoever stops us after this waits for us.
     let depth = DEPTH.load(Ordering::SeqCst) as usize;
-    let taken = if depth > 0 { Python::get().and_then(|python| python.with_gil(may_take_gil, || table::stack(python, depth))) } else { None };
+    let taken =
+        if depth > 0 { Python::get().and_then(|python| python.with_gil(may_take_gil, || table::stack(python, depth))) } else { None };
     INSIDE.fetch_sub(1, Ordering::SeqCst);
     BUSY.set(false);
     taken.flatten()

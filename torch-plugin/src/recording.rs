@@ -13,7 +13,7 @@ use crate::{frames, state};
 
 /// How a recording is to be.
 #[derive(Debug, Deserialize)]
-pub struct Settings {
+pub(crate) struct Settings {
     /// How many events it keeps, the newest.
     #[serde(default)]
     events: Option<u64>,
@@ -36,7 +36,7 @@ fn failed(error: &std::io::Error, what: &str) -> ApiError {
 }
 
 /// Begins a recording. One that is on goes on where it keeps as many events; its frames are as asked from here on.
-pub fn start(settings: &Settings) -> Result<Value> {
+pub(crate) fn start(settings: &Settings) -> Result<Value> {
     let events = settings.events.unwrap_or(record::EVENTS).min(record::MOST_EVENTS);
     let goes_on = |(capacity, path): &(u64, Option<PathBuf>)| match (&settings.folder, path) {
         // Nobody's file is ended for a recording in memory.
@@ -61,7 +61,7 @@ pub fn start(settings: &Settings) -> Result<Value> {
 }
 
 /// Ends frames, and the recording: one in a file only where that is meant.
-pub fn stop(file: bool) -> Value {
+pub(crate) fn stop(file: bool) -> Value {
     frames::stop();
     let (_, path) = record::settings().unwrap_or_default();
     if path.is_none() || file {
@@ -71,10 +71,11 @@ pub fn stop(file: bool) -> Value {
 }
 
 /// What has been recorded of a device: its events as rows, and stacks and frames by their numbers.
-pub fn so_far(device: i16, last: Option<u64>) -> Value {
+pub(crate) fn so_far(device: i16, last: Option<u64>) -> Value {
     let Some(recording) = record::so_far() else { return json!({ "on": false, "events": [], "stacks": {}, "frames": {} }) };
     let process = Process::of(PathBuf::new(), recording);
-    let rows: Vec<Value> = process.recording.events.iter().filter(|event| event.device == device).filter_map(|event| row(&process, event)).collect();
+    let rows: Vec<Value> =
+        process.recording.events.iter().filter(|event| event.device == device).filter_map(|event| row(&process, event)).collect();
     let skip = last.and_then(|last| rows.len().checked_sub(usize::try_from(last).ok()?)).unwrap_or_default();
     let frames: serde_json::Map<_, _> =
         process.text.frames.iter().map(|(number, frame)| (number.to_string(), json!([frame.file, frame.line, frame.name]))).collect();
@@ -101,10 +102,11 @@ fn row(process: &Process, event: &Event) -> Option<Value> {
 }
 
 /// Merges the recordings of a folder into one file for Perfetto.
-pub fn merge(folder: &Path, out: &Path, blocks: bool) -> Result<Value> {
+pub(crate) fn merge(folder: &Path, out: &Path, blocks: bool) -> Result<Value> {
     let (processes, bad) = read(&[folder.to_path_buf()]);
     let mut file = std::fs::File::create(out).map(std::io::BufWriter::new).map_err(|error| failed(&error, &out.display().to_string()))?;
-    let written = write_chrome(&processes, Chrome { blocks }, &mut file).and_then(|written| std::io::Write::flush(&mut file).map(|()| written));
+    let written =
+        write_chrome(&processes, Chrome { blocks }, &mut file).and_then(|written| std::io::Write::flush(&mut file).map(|()| written));
     let written = written.map_err(|error| failed(&error, &out.display().to_string()))?;
     let bad: Vec<Value> = bad.iter().map(|(path, error)| json!({ "file": path, "error": error.to_string() })).collect();
     Ok(json!({ "processes": processes.len(), "events": written.events, "arrows": written.arrows, "deaths": written.deaths, "failed": bad }))

@@ -1,6 +1,6 @@
 //! torch's allocator: `malloc`, `free` and the optional hooks, each handed to torch as an integer.
 //!
-//! Nothing here takes the GIL but a recording with frames ([`frames`]), synchronises a device, or touches a stream that it was not handed. Sizes at free may be
+//! Nothing here takes the GIL but a recording with frames (`frames.rs`), synchronises a device, or touches a stream that it was not handed. Sizes at free may be
 //! stale (torch 2.5 to 2.8), so blocks are found by their address.
 #![allow(unsafe_code)] // extern "C"
 

@@ -2,7 +2,7 @@
 #![allow(unsafe_code)] // mmap
 
 use std::fs::OpenOptions;
-use std::io::{Error, Result};
+use std::io::{Error, Read, Result};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 use std::ptr::{null_mut, NonNull};
@@ -10,6 +10,7 @@ use std::slice;
 use std::sync::atomic::{AtomicU64, AtomicU8};
 
 use rustix::fs::{fallocate, FallocateFlags};
+use rustix::io::Errno;
 use rustix::mm::{mmap, mmap_anonymous, munmap, MapFlags, ProtFlags};
 
 /// Zeroed pages that are read and written as atomics only.
@@ -28,22 +29,27 @@ impl Map {
     /// Pages of this process alone, taken when they are first written.
     pub(super) fn anonymous(bytes: usize) -> Result<Self> {
         // SAFETY: a new mapping at an address of the kernel's choice.
-        let start = unsafe { mmap_anonymous(null_mut(), bytes, ProtFlags::READ | ProtFlags::WRITE, MapFlags::PRIVATE | MapFlags::NORESERVE) }?;
+        let start =
+            unsafe { mmap_anonymous(null_mut(), bytes, ProtFlags::READ | ProtFlags::WRITE, MapFlags::PRIVATE | MapFlags::NORESERVE) }?;
         Self::of(start.cast(), bytes)
     }
 
     /// Pages of a new file, for its owner alone. Its space is taken now: a disk that fills up later would be a SIGBUS.
     pub(super) fn file(path: &Path, bytes: usize) -> Result<Self> {
         let file = OpenOptions::new().read(true).write(true).create_new(true).mode(0o600).open(path)?;
-        let made = fallocate(&file, FallocateFlags::empty(), 0, bytes as u64).and_then(|()| {
+        let taken = match fallocate(&file, FallocateFlags::empty(), 0, bytes as u64) {
+            Err(Errno::OPNOTSUPP | Errno::NOSYS) => std::io::copy(&mut std::io::repeat(0).take(bytes as u64), &mut &file).map(drop),
+            taken => taken.map_err(Error::from),
+        };
+        let made = taken.and_then(|()| {
             // SAFETY: a new mapping at an address of the kernel's choice; the file is new and as long as the mapping.
-            unsafe { mmap(null_mut(), bytes, ProtFlags::READ | ProtFlags::WRITE, MapFlags::SHARED, &file, 0) }
+            unsafe { mmap(null_mut(), bytes, ProtFlags::READ | ProtFlags::WRITE, MapFlags::SHARED, &file, 0) }.map_err(Error::from)
         });
         match made {
             Ok(start) => Self::of(start.cast(), bytes),
             Err(error) => {
                 let _ = std::fs::remove_file(path);
-                Err(error.into())
+                Err(error)
             }
         }
     }

@@ -63,7 +63,8 @@ impl Recording {
         for number in written.saturating_sub(places) + 1..=written {
             let at = (number - 1) % places;
             let Some(at) = usize::try_from(at).ok().and_then(|at| at.checked_mul(WORDS)?.checked_add(text_end / 8)) else { break };
-            let words: Option<Vec<u64>> = (at..at.saturating_add(WORDS)).map(|at| get(image, at).filter(|word| get(again, at) == Some(*word))).collect();
+            let words: Option<Vec<u64>> =
+                (at..at.saturating_add(WORDS)).map(|at| get(image, at).filter(|word| get(again, at) == Some(*word))).collect();
             let event = words.and_then(|words| Some((*words.first()?, <[u64; WORDS - 1]>::try_from(words.get(1..)?).ok()?)));
             events.extend(event.filter(|(stamp, _)| *stamp == number).and_then(|(_, words)| Event::of(words)));
         }

@@ -4,7 +4,18 @@ use super::ring::Ring;
 use super::*;
 
 fn event(addr: u64) -> Event {
-    Event { time: addr, thread: 7, addr, bytes: 512, stream: 3, value: 9, stack: 2, peer: 5, flags: Event::PENDING, ..Event::new(Kind::Free, -1) }
+    Event {
+        time: addr,
+        thread: 7,
+        addr,
+        bytes: 512,
+        stream: 3,
+        value: 9,
+        stack: 2,
+        peer: 5,
+        flags: Event::PENDING,
+        ..Event::new(Kind::Free, -1)
+    }
 }
 
 #[test]

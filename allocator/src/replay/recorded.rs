@@ -63,7 +63,14 @@ mod tests {
 
     #[test]
     fn a_recording_becomes_a_trace_for_each_device() {
-        let event = |kind, device, addr| record::Event { time: 5_000_000_000, thread: 9, addr, bytes: 100, stream: 0x30, ..record::Event::new(kind, device) };
+        let event = |kind, device, addr| record::Event {
+            time: 5_000_000_000,
+            thread: 9,
+            addr,
+            bytes: 100,
+            stream: 0x30,
+            ..record::Event::new(kind, device)
+        };
         let recording = Recording {
             began: 3_000_000_000,
             began_wall: 3_600_000_000_000,

@@ -38,8 +38,11 @@ type Hold<'a> = (&'a str, u64);
 /// The writer's.
 pub fn write_chrome(processes: &[Process], options: Chrome, out: &mut dyn Write) -> Result<Written> {
     let all = || processes.iter().flat_map(|process| process.recording.events.iter().map(move |event| (process, event)));
-    let origin = processes.iter().map(|process| process.recording.began).chain(all().map(|(_, event)| start(event))).min().unwrap_or_default();
-    let holds = |kind: Kind| -> HashSet<Hold<'_>> { all().filter(|(_, event)| event.kind == kind).filter_map(|(process, event)| hold(process, event)).collect() };
+    let origin =
+        processes.iter().map(|process| process.recording.began).chain(all().map(|(_, event)| start(event))).min().unwrap_or_default();
+    let holds = |kind: Kind| -> HashSet<Hold<'_>> {
+        all().filter(|(_, event)| event.kind == kind).filter_map(|(process, event)| hold(process, event)).collect()
+    };
     let (sent, received) = (holds(Kind::Send), holds(Kind::Receive));
     let arrows: HashMap<Hold<'_>, usize> = sent.intersection(&received).zip(1..).map(|(hold, number)| (*hold, number)).collect();
 
@@ -59,7 +62,14 @@ pub fn write_chrome(processes: &[Process], options: Chrome, out: &mut dyn Write)
             page.arrow(process, event, *number)?;
         }
         if let Some(victim) = victim(processes, process, event).filter(|victim| dead.insert(victim.recording.pid)) {
-            page.put("i", "died", victim.recording.pid, victim.recording.pid, event.time, json!({"s": "p", "args": {"seen_by": process.label()}}))?;
+            page.put(
+                "i",
+                "died",
+                victim.recording.pid,
+                victim.recording.pid,
+                event.time,
+                json!({"s": "p", "args": {"seen_by": process.label()}}),
+            )?;
             written.deaths += 1;
         }
     }

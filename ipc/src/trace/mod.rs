@@ -4,9 +4,9 @@
 //! Everything in a file was written by another process, perhaps one that was killed in the middle: nothing in it is believed.
 
 mod chrome;
-mod text;
 #[cfg(test)]
 mod tests;
+mod text;
 
 pub use chrome::{write_chrome, Chrome, Written};
 pub use text::{Frame, Identity, Text};

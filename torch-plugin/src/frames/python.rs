@@ -94,7 +94,8 @@ impl Python {
             let own = (self.own_state)();
             (own, !own.is_null() && (self.current_state)() == own)
         };
-        if own.is_null() || !held && !(may_take && self.is_alone()) {
+        let may = held || may_take && self.is_alone();
+        if own.is_null() || !may {
             return None;
         }
         if held {

@@ -10,7 +10,7 @@ use serde_json::json;
 use super::python::Python;
 
 /// The deepest stack.
-pub const MOST_FRAMES: usize = 128;
+pub(super) const MOST_FRAMES: usize = 128;
 /// The most stacks, and the most frames, that are told apart; further ones are not recorded.
 const MOST: usize = 1 << 18;
 
