@@ -71,15 +71,7 @@ impl Inner {
         }
         self.index.insert(allocation.offset, index);
         self.stats.allocated(u64::from(allocation.granules) * GRANULE, requested);
-        self.count_split();
         self.record_block(Kind::Allocate, index, 0, origin);
-    }
-
-    /// Notes what is free in chunks that are partly used.
-    #[inline]
-    pub(super) fn count_split(&mut self) {
-        let (pieces, granules) = self.tlsf.split();
-        self.stats.split(pieces, granules * GRANULE);
     }
 
     /// The live block that starts at a granule.
@@ -186,7 +178,6 @@ impl Inner {
             }
         }
         self.stats.inactive(bytes);
-        self.count_split();
         self.streams.freed(stream, bytes);
     }
 

@@ -25,11 +25,10 @@ impl Stat {
         self.freed += n;
     }
 
-    pub(super) fn set(&mut self, n: u64) {
-        match n.checked_sub(self.current) {
-            Some(more) => self.add(more),
-            None => self.sub(self.current - n),
-        }
+    /// For what is a level only: nothing is added or taken away.
+    fn set(&mut self, now: u64, peak: u64) {
+        self.current = now;
+        self.peak = self.peak.max(peak);
     }
 }
 
@@ -92,7 +91,7 @@ pub struct Stats {
     pub small: PoolStats,
     /// Larger ones.
     pub large: PoolStats,
-    /// Free pieces of chunks that are partly used. Small and large blocks share chunks: only the sum is kept.
+    /// Free pieces of chunks that are partly used: a level, with its peak. Small and large blocks share chunks: only the sum is kept.
     pub inactive_split: Stat,
     /// Their bytes.
     pub inactive_split_bytes: Stat,
@@ -136,11 +135,10 @@ impl Stats {
         }
     }
 
-    /// Free pieces of chunks that are partly used, and their bytes, after a block came or went.
-    #[inline]
-    pub(super) fn split(&mut self, pieces: u64, bytes: u64) {
-        self.inactive_split.set(pieces);
-        self.inactive_split_bytes.set(bytes);
+    /// Free pieces of chunks that are partly used, and their bytes: now, and at most.
+    pub(super) fn split(&mut self, now: (u64, u64), peak: (u64, u64)) {
+        self.inactive_split.set(now.0, peak.0);
+        self.inactive_split_bytes.set(now.1, peak.1);
     }
 
     pub(super) fn reserved(&mut self, bytes: u64) {
@@ -195,7 +193,6 @@ impl Stats {
         for pool in [&mut self.all, &mut self.small, &mut self.large] {
             pool.each().into_iter().for_each(|stat| (stat.allocated, stat.freed) = (0, 0));
         }
-        [&mut self.inactive_split, &mut self.inactive_split_bytes].into_iter().for_each(|stat| (stat.allocated, stat.freed) = (0, 0));
         (self.retries, self.out_of_memory) = (0, 0);
     }
 }

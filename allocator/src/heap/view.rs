@@ -4,7 +4,7 @@ use crate::driver::{Addr, StreamId};
 use crate::tlsf::GRANULE;
 use crate::window::Chunk;
 
-use super::{Heap, PoolId, Stats};
+use super::{Heap, Inner, PoolId, Stats};
 
 /// One block of a region, by address.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -43,7 +43,6 @@ impl Heap {
     #[must_use]
     pub fn stats(&self) -> Stats {
         let mut inner = self.inner.lock();
-        // Trims and merges change it too.
         inner.count_split();
         inner.stats
     }
@@ -59,8 +58,9 @@ impl Heap {
     #[must_use]
     pub fn begin_scope(&self) -> Stats {
         let mut inner = self.inner.lock();
+        inner.count_split();
         let begin = inner.stats;
-        inner.stats.reset_peaks();
+        inner.reset_peaks();
         begin
     }
 
@@ -68,6 +68,7 @@ impl Heap {
     #[must_use]
     pub fn end_scope(&self, begin: &Stats) -> Stats {
         let mut inner = self.inner.lock();
+        inner.count_split();
         let scope = inner.stats.since(begin);
         inner.stats.raise_peaks(begin);
         scope
@@ -75,7 +76,7 @@ impl Heap {
 
     /// Sets peaks to what is.
     pub fn reset_peaks(&self) {
-        self.inner.lock().stats.reset_peaks();
+        self.inner.lock().reset_peaks();
     }
 
     /// Sets totals to nothing.
@@ -126,5 +127,19 @@ impl Heap {
             blocks: inner.tlsf.blocks(offset).map(view).collect(),
         };
         inner.tlsf.regions().map(region).collect()
+    }
+}
+
+impl Inner {
+    /// Brings the figures of free pieces into the counters; the peaks are kept where the pieces are.
+    fn count_split(&mut self) {
+        let ((pieces, granules), (most, most_granules)) = (self.tlsf.split(), self.tlsf.split_peak());
+        self.stats.split((pieces, granules * GRANULE), (most, most_granules * GRANULE));
+    }
+
+    fn reset_peaks(&mut self) {
+        self.tlsf.reset_split_peak();
+        self.count_split();
+        self.stats.reset_peaks();
     }
 }
