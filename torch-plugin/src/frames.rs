@@ -1,8 +1,8 @@
 //! Python's call stacks for recorded allocations, interned: a stack that was seen before costs its walk and one look-up.
 //!
 //! This is the one place of torch's path that may take the GIL: while a recording with frames is on, before any lock of ours, in
-//! threads that Python knows. torch lets the GIL go before it allocates, so it has to be taken again. A free takes frames only
-//! where its thread holds the GIL already; letting go of an import takes none.
+//! threads that Python knows. torch lets the GIL go before it allocates, so it has to be taken again, as torch's own recorder
+//! does in the same place. A free takes frames only where its thread holds the GIL already; letting go of an import takes none.
 //!
 //! Nothing of Python is linked: its functions are looked up by name when frames are first asked for. No lock of ours is held while one of them is
 //! called. [`stop`] returns when no thread is in here any more, so that Python's end, which would stop a thread that waits

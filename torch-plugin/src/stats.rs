@@ -51,12 +51,12 @@ pub fn counters(stats: &Stats) -> Map<String, Value> {
 /// The flat dictionary of `torch.cuda.memory_stats`.
 #[must_use]
 pub fn flat(heap: &Heap) -> Map<String, Value> {
-    let stats = heap.stats();
-    let mut map = counters(&stats);
+    let mut map = counters(&heap.stats());
+    let (pieces, bytes) = heap.inactive_split();
     for pool in ["all", "small_pool", "large_pool"] {
         let share = |stat: Stat| if pool == "small_pool" { Stat::default() } else { stat };
-        put(&mut map, &format!("inactive_split.{pool}"), share(stats.inactive_split));
-        put(&mut map, &format!("inactive_split_bytes.{pool}"), share(stats.inactive_split_bytes));
+        put(&mut map, &format!("inactive_split.{pool}"), share(pieces));
+        put(&mut map, &format!("inactive_split_bytes.{pool}"), share(bytes));
     }
     put(&mut map, "oversize_allocations", Stat::default());
     put(&mut map, "oversize_segments", Stat::default());

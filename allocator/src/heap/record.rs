@@ -33,7 +33,7 @@ impl Inner {
             addr: self.base + u64::from(info.offset) * GRANULE,
             bytes: info.requested,
             stream: self.streams.id(self.stream_of(info.place)).0,
-            value: self.stats.all.allocated_bytes.current,
+            value: self.meter.allocated_bytes(),
             stack,
             ..Event::new(kind, self.device)
         });
@@ -46,7 +46,7 @@ impl Inner {
         write(Event {
             addr: self.base + chunk.offset,
             bytes: chunk.bytes,
-            value: self.stats.all.reserved_bytes.current,
+            value: self.meter.reserved_bytes(),
             peer: u32::try_from(took).unwrap_or(u32::MAX),
             stack,
             ..Event::new(kind, self.device)
@@ -55,7 +55,7 @@ impl Inner {
 
     pub(super) fn record_out_of_memory(&self, bytes: u64, stream: u64, origin: Origin) {
         let Some(stack) = origin else { return };
-        let value = self.stats.all.allocated_bytes.current;
+        let value = self.meter.allocated_bytes();
         write(Event { bytes, stream, value, stack, ..Event::new(Kind::OutOfMemory, self.device) });
     }
 

@@ -4,7 +4,7 @@ use crate::driver::{Addr, StreamId};
 use crate::tlsf::GRANULE;
 use crate::window::Chunk;
 
-use super::{Heap, Inner, PoolId, Stats};
+use super::{Heap, PoolId, Stat, Stats};
 
 /// One block of a region, by address.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -42,15 +42,23 @@ impl Heap {
     /// The counters.
     #[must_use]
     pub fn stats(&self) -> Stats {
-        let mut inner = self.inner.lock();
-        inner.count_split();
-        inner.stats
+        self.inner.lock().meter.stats()
+    }
+
+    /// Free pieces of chunks that are partly used, and their bytes: now, and at most since the last [`Heap::reset_peaks`]. A
+    /// block that is handed out again as it is was no free piece. Nothing is added up: totals are 0.
+    #[must_use]
+    pub fn inactive_split(&self) -> (Stat, Stat) {
+        let inner = self.whole();
+        let ((pieces, granules), (most, most_granules)) = (inner.tlsf.split(), inner.tlsf.split_peak());
+        let level = |current, peak| Stat { current, peak, ..Stat::default() };
+        (level(pieces, most), level(granules * GRANULE, most_granules * GRANULE))
     }
 
     /// The largest free block, in bytes: of any stream's.
     #[must_use]
     pub fn largest_free(&self) -> u64 {
-        u64::from(self.inner.lock().tlsf.largest_free()) * GRANULE
+        u64::from(self.whole().tlsf.largest_free()) * GRANULE
     }
 
     /// Begins a part of the program whose peaks and counts are wanted by themselves: peaks start again from what is. Parts nest.
@@ -58,9 +66,8 @@ impl Heap {
     #[must_use]
     pub fn begin_scope(&self) -> Stats {
         let mut inner = self.inner.lock();
-        inner.count_split();
-        let begin = inner.stats;
-        inner.reset_peaks();
+        let begin = inner.meter.stats();
+        inner.meter.reset_peaks();
         begin
     }
 
@@ -68,20 +75,21 @@ impl Heap {
     #[must_use]
     pub fn end_scope(&self, begin: &Stats) -> Stats {
         let mut inner = self.inner.lock();
-        inner.count_split();
-        let scope = inner.stats.since(begin);
-        inner.stats.raise_peaks(begin);
+        let scope = inner.meter.stats().since(begin);
+        inner.meter.raise_peaks(begin);
         scope
     }
 
     /// Sets peaks to what is.
     pub fn reset_peaks(&self) {
-        self.inner.lock().reset_peaks();
+        let mut inner = self.whole();
+        inner.tlsf.reset_split_peak();
+        inner.meter.reset_peaks();
     }
 
     /// Sets totals to nothing.
     pub fn reset_accumulated(&self) {
-        self.inner.lock().stats.reset_accumulated();
+        self.inner.lock().meter.reset_accumulated();
     }
 
     /// The chunks, by address.
@@ -102,7 +110,7 @@ impl Heap {
     /// Every region and its blocks, by address.
     #[must_use]
     pub fn regions(&self) -> Vec<RegionView> {
-        let inner = self.inner.lock();
+        let inner = self.whole();
         let base = self.window.base();
         let view = |block: crate::tlsf::Block| {
             let live = inner.live(block.offset).filter(|_| block.used);
@@ -127,19 +135,5 @@ impl Heap {
             blocks: inner.tlsf.blocks(offset).map(view).collect(),
         };
         inner.tlsf.regions().map(region).collect()
-    }
-}
-
-impl Inner {
-    /// Brings the figures of free pieces into the counters; the peaks are kept where the pieces are.
-    fn count_split(&mut self) {
-        let ((pieces, granules), (most, most_granules)) = (self.tlsf.split(), self.tlsf.split_peak());
-        self.stats.split((pieces, granules * GRANULE), (most, most_granules * GRANULE));
-    }
-
-    fn reset_peaks(&mut self) {
-        self.tlsf.reset_split_peak();
-        self.count_split();
-        self.stats.reset_peaks();
     }
 }

@@ -285,7 +285,11 @@ impl Client {
                 return done.into_iter().try_for_each(|(timeline, value)| {
                     let signal = Signal { timeline, value };
                     let waited = match stream.filter(|_| !self.host_waits) {
-                        Some(stream) => opened.timelines.wait(stream, signal).map(drop).map_err(Error::from),
+                        Some(stream) => opened.timelines.wait(stream, signal).map_err(Error::from).map(|waits| {
+                            if waits {
+                                record::stream_waits(&opened, stream, signal);
+                            }
+                        }),
                         None => self.await_until(signal, deadline),
                     };
                     // Of a receiver that died nothing runs any more.

@@ -20,7 +20,7 @@ Example: everything on CPU memory; hand-offs and growth of the first GPU, as JSO
   $ millpond bench
   $ millpond bench handoff growth --driver cuda --json > bench.json
 
-  malloc   allocate and free in a warm heap: sizes, threads, a live set
+  malloc   allocate and free in a warm heap: sizes, threads, a live set, recorded
   handoff  one tensor to another process and back, by size; first use of a peer's memory
   growth   from a malloc that must grow to a pointer, and giving it back
   reclaim  memory that another client holds but does not use: from asking to having it
