@@ -3,6 +3,7 @@
 //! * [`driver`]: the calls that are made of a device, CUDA's or the host's.
 //! * [`heap`]: a process's own blocks, reused in stream order.
 //! * [`pins`]: host memory that a device copies at the rate of its bus.
+//! * [`record`]: what was done, event by event, where somebody wants to know.
 //! * [`timeline`]: the words that streams of several processes write and wait on.
 //! * [`tlsf`]: where blocks lie, with all bookkeeping outside the memory.
 #![deny(unsafe_code)]
@@ -10,6 +11,7 @@
 pub mod driver;
 pub mod heap;
 pub mod pins;
+pub mod record;
 #[cfg(feature = "replay")]
 pub mod replay;
 pub mod timeline;

@@ -4,6 +4,10 @@
 //! `allocate`, `allocate failure` and `free`, pointers and streams are hexadecimal (or `(nil)`). The events run one after
 //! another in the order of the file; each stream of the trace is a stream of a host device (0: the legacy stream).
 
+mod recorded;
+
+pub use recorded::{recorded, Recorded};
+
 use std::collections::{BTreeMap, HashMap};
 use std::io::{Read, Write};
 use std::path::Path;

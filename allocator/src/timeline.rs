@@ -203,13 +203,13 @@ impl Timelines {
         Ok(Signal { timeline, value })
     }
 
-    /// Makes the stream's later work wait for a signal; queues nothing where the CPU sees that it is reached.
+    /// Makes the stream's later work wait for a signal; queues nothing, and says false, where the CPU sees that it is reached.
     ///
     /// # Errors
     /// [`TimelineError::Dead`] if it never will be, [`TimelineError::Capturing`], or what the driver says.
-    pub fn wait(&self, stream: Stream, signal: Signal) -> Result<(), TimelineError> {
+    pub fn wait(&self, stream: Stream, signal: Signal) -> Result<bool, TimelineError> {
         match self.reached(signal)? {
-            Reached::Yes => return Ok(()),
+            Reached::Yes => return Ok(false),
             Reached::Never => return Err(TimelineError::Dead(signal)),
             Reached::No => {}
         }
@@ -217,11 +217,11 @@ impl Timelines {
         let mut inner = self.inner.lock();
         // The stream stands behind as much already: one wait serves a message of many tensors.
         if inner.waits.get(&id).is_some_and(|before| before.timeline == signal.timeline && before.value >= signal.value) {
-            return Ok(());
+            return Ok(false);
         }
         self.driver.wait_value(stream, self.address(signal.timeline), signal.value)?;
         inner.waits.insert(id, signal);
-        Ok(())
+        Ok(true)
     }
 
     /// Whether a signal is reached, as the CPU sees it.

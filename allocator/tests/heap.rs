@@ -238,7 +238,8 @@ fn the_block_that_was_freed_last_is_found_by_whoever_looks() {
     lab.free(lab.alloc(MIB, one));
     lab.heap.regions().iter().flat_map(|region| &region.blocks).for_each(|block| assert!(!block.used && !block.pending, "{block:?}"));
     lab.free(lab.alloc(MIB, one));
-    assert_eq!(lab.heap.inactive_split(), (0, 0));
+    let (pieces, bytes) = lab.heap.inactive_split();
+    assert_eq!((pieces.current, bytes.current), (0, 0));
     lab.free(lab.alloc(CHUNK, one));
     lab.driver.stream_synchronize(one).unwrap();
     assert_eq!(lab.alloc(CHUNK, two), lab.heap.window().base(), "the other stream has it when the first is through");
@@ -581,11 +582,29 @@ fn statistics_are_those_of_a_mirror() {
             check_views(&lab.heap, &lab.source);
         }
     }
-    let (free, pieces) = lab.heap.inactive_split();
+    let (pieces, free) = lab.heap.inactive_split();
+    let (pieces, free) = (pieces.current, free.current);
     let regions = lab.heap.regions();
     let split = regions.iter().filter(|region| region.blocks.len() > 1 || region.blocks[0].used);
     let gaps: Vec<u64> = split.flat_map(|region| &region.blocks).filter(|block| !block.used).map(|block| block.bytes).collect();
     assert_eq!((free, pieces), (gaps.iter().sum(), gaps.len() as u64));
+}
+
+#[test]
+fn the_peak_of_split_pieces_outlives_them_until_it_is_reset() {
+    let lab = Lab::new();
+    let stream = lab.stream();
+    let blocks: Vec<_> = (0..4).map(|_| lab.alloc(MIB, stream)).collect();
+    lab.free(blocks[0]);
+    lab.free(blocks[2]);
+    let (pieces, bytes) = lab.heap.inactive_split();
+    assert_eq!((pieces.current, bytes.current), (3, CHUNK - 2 * MIB), "two holes and the rest");
+    lab.free(blocks[1]);
+    lab.free(blocks[3]);
+    let (pieces, bytes) = lab.heap.inactive_split();
+    assert_eq!((pieces.current, pieces.peak, bytes.peak), (0, 3, CHUNK - MIB));
+    lab.heap.reset_peaks();
+    assert_eq!(lab.heap.inactive_split().1.peak, 0);
 }
 
 #[test]

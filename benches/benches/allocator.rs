@@ -5,6 +5,7 @@ use std::hint::black_box;
 
 use criterion::{criterion_group, criterion_main, Criterion};
 use millpond_allocator::driver::Stream;
+use millpond_allocator::record;
 use millpond_allocator::tlsf::Tlsf;
 use millpond_benches::{heap, Numbers};
 
@@ -65,5 +66,21 @@ fn two_streams(c: &mut Criterion) {
     });
 }
 
-criterion_group!(benches, tlsf, pairs, live_set, two_streams);
+fn recorded(c: &mut Criterion) {
+    let (heap, driver) = heap().unwrap();
+    let stream = driver.stream_create().unwrap();
+    let mut group = c.benchmark_group("heap malloc+free, 1 MiB");
+    for on in [false, true] {
+        if on {
+            record::start(record::EVENTS, None).unwrap();
+        }
+        group.bench_function(if on { "recorded" } else { "not recorded" }, |b| {
+            b.iter(|| heap.free(heap.allocate(1 << 20, stream).unwrap()).unwrap());
+        });
+    }
+    record::stop();
+    group.finish();
+}
+
+criterion_group!(benches, tlsf, pairs, live_set, two_streams, recorded);
 criterion_main!(benches);

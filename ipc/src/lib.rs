@@ -15,4 +15,5 @@ pub mod observer;
 pub mod owner;
 pub mod picture;
 pub mod stress;
+pub mod trace;
 pub mod wire;

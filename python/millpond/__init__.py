@@ -20,6 +20,7 @@ from ._ledger import ledger, read_ledger, scope
 from ._ref import Ref
 from ._session import attach, connect, connection, detach
 from ._tickets import cancel_ticket, redeem, ticket
+from ._trace import trace
 from ._types import register
 from .arena import Arena, adopt, record_stream, wait_done
 from .channel import Channel, Peer, Sent, wait_any

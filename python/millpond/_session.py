@@ -5,7 +5,7 @@ import platform
 import sys
 import threading
 
-from . import _events, _native, _streams, errors
+from . import _events, _native, _streams, _trace, errors
 
 _lock = threading.Lock()
 _info = None
@@ -42,6 +42,7 @@ def attach(socket=None, key=None, name=None, role="worker", driver="auto", limit
         )
         answer.update(socket=socket, key=key, pid=os.getpid())
         _info = answer
+        _trace.from_environment()
         _streams.configure(sum(1 for d in answer.get("devices", ()) if d["ordinal"] != -1))
     return answer
 

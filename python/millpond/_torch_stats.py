@@ -7,7 +7,7 @@ whoever has imported the Python functions already sees the change too.
 
 import torch
 
-from . import _native
+from . import _native, _torch_trace
 
 _originals = {}
 
@@ -39,20 +39,13 @@ def _stats(device):
     return nested(_native.control("stats", device=device))
 
 
-def _segments():
-    segments = []
-    for device in range(torch.cuda.device_count()):
-        segments += _native.control("snapshot", device=device)
-    return segments
-
-
 def _snapshot(mempool=None):
-    return {
-        "segments": _segments(),
-        "device_traces": [[] for _ in range(torch.cuda.device_count())],
-        "allocator_settings": {},
-        "external_annotations": [],
-    }
+    segments, traces = [], []
+    for device in range(torch.cuda.device_count()):
+        history = _torch_trace.History(device)
+        segments += history.fill(_native.control("snapshot", device=device))
+        traces.append(history.trace)
+    return {"segments": segments, "device_traces": traces, "allocator_settings": {}, "external_annotations": []}
 
 
 _PATCHES = {
@@ -60,6 +53,9 @@ _PATCHES = {
     "_cuda_resetAccumulatedMemoryStats": lambda device: _native.control("reset_accumulated_stats", device=device) and None,
     "_cuda_resetPeakMemoryStats": lambda device: _native.control("reset_peak_stats", device=device) and None,
     "_cuda_memorySnapshot": _snapshot,
+    "_cuda_record_memory_history": _torch_trace.record,
+    "_cuda_record_memory_history_legacy": _torch_trace.record_legacy,
+    "_cuda_isHistoryEnabled": _torch_trace.is_enabled,
     "_cuda_getMemoryFraction": lambda device: _native.control("get_fraction", device=device)["fraction"],
     # torch.accelerator asks the native allocator, which holds nothing.
     "_accelerator_getDeviceStats": _stats,

@@ -166,17 +166,6 @@ def statistics_of_all_kinds():
 
 
 @test()
-def record_memory_history_is_refused_by_name():
-    """torch's own history is not there under full replacement (it is in pool mode): it says so, and nothing is disturbed."""
-    p = Parent()
-    torch = p.torch
-    torch.zeros(1, device="cuda")
-    e = raises(RuntimeError, torch.cuda.memory._record_memory_history)
-    check("recordHistory" in str(e), str(e))
-    p.close()
-
-
-@test()
 def memory_fraction():
     """set_per_process_memory_fraction limits, is told back, and can be lifted."""
     p = Parent()

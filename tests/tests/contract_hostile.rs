@@ -4,7 +4,7 @@
 mod common;
 
 use common::{block, channels, eventually, is_all, plainly, tree, Arena, BOUND, MIB};
-use millpond_ipc::client::{Channel, Client, Error, Outgoing, Way, Place};
+use millpond_ipc::client::{Channel, Client, Error, Outgoing, Place, Way};
 use serde_json::{json, Value};
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;

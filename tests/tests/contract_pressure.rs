@@ -5,7 +5,7 @@ mod common;
 
 use common::{block, eventually, link, plainly, tree, Arena, MIB};
 use millpond_allocator::driver::Stream;
-use millpond_ipc::client::{Error, Outgoing, Way, Place};
+use millpond_ipc::client::{Error, Outgoing, Place, Way};
 use std::sync::Barrier;
 
 #[test]

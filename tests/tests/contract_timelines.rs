@@ -4,7 +4,7 @@
 mod common;
 
 use common::{block, is_all, link, plainly, tree, Arena, MIB};
-use millpond_ipc::client::{Outgoing, Way, Place, ReceiveOptions};
+use millpond_ipc::client::{Outgoing, Place, ReceiveOptions, Way};
 use std::collections::{HashMap, HashSet};
 
 #[test]

@@ -32,8 +32,9 @@
 // memory on the stream of `streams` that is its GPU's. What is not opened has address 0, as ever.
 #define MILLPOND_EAGER 4
 
-// Asked of a send: these bytes stand for a GPU value that goes by host memory, and are counted as that.
-#define MILLPOND_HOSTED 16
+// Asked of a send: what these bytes stand for and are counted as, in four bits from this one on: 0 what they are, 1 to 7 a value of a
+// tier (arena, copy, pool, ipc, pinned, host, inline), 15 nothing, as they only go with a value that is counted.
+#define WAY_SHIFT 8
 
 // Set by a receive: READY was reached.
 #define MILLPOND_READY 8
@@ -147,6 +148,10 @@ const char *millpond_version(void);
 // | foreign_export | device, address: memory that is not the arena's | kind (ipc, pool), token, offset, bytes |
 // | foreign_open; foreign_close | device, peer, kind, token, theirs | address, bytes; closed: it was the last |
 // | dma_buf | device, address, bytes | fd (the caller closes it), offset, bytes |
+// | record | events (kept), frames (of Python, at most), free_frames, folder (a file there), fresh (not the one that is on) | events, path, frames |
+// | record_stop | file (one in a file too) | path |
+// | recording | device, last (events) | on, events: [action, address, bytes, stream, µs since 1970, stack, pending], stacks, frames, dropped |
+// | merge_traces | folder, out, blocks | processes, events, arrows, deaths, failed |
 // | doctor | | checks: [name, ok, detail, fix] |
 //
 // # Safety

@@ -19,7 +19,7 @@ use serde_json::{json, Value};
 
 use crate::error::{give, guard, take, ApiError, Result, FAILED};
 use crate::foreign::{self, Kind};
-use crate::{state, stats, tensor, torch};
+use crate::{recording, state, stats, tensor, torch};
 
 /// The version of this interface. It changes when a function or a structure does.
 pub const ABI_VERSION: u32 = 1;
@@ -203,6 +203,22 @@ enum Op {
         address: u64,
         bytes: u64,
     },
+    Record(recording::Settings),
+    RecordStop {
+        #[serde(default)]
+        file: bool,
+    },
+    Recording {
+        device: i16,
+        #[serde(default)]
+        last: Option<u64>,
+    },
+    MergeTraces {
+        folder: PathBuf,
+        out: PathBuf,
+        #[serde(default)]
+        blocks: bool,
+    },
     Doctor,
 }
 
@@ -232,6 +248,10 @@ enum Op {
 /// | foreign_export | device, address: memory that is not the arena's | kind (ipc, pool), token, offset, bytes |
 /// | foreign_open; foreign_close | device, peer, kind, token, theirs | address, bytes; closed: it was the last |
 /// | dma_buf | device, address, bytes | fd (the caller closes it), offset, bytes |
+/// | record | events (kept), frames (of Python, at most), free_frames, folder (a file there), fresh (not the one that is on) | events, path, frames |
+/// | record_stop | file (one in a file too) | path |
+/// | recording | device, last (events) | on, events: [action, address, bytes, stream, µs since 1970, stack, pending], stacks, frames, dropped |
+/// | merge_traces | folder, out, blocks | processes, events, arrows, deaths, failed |
 /// | doctor | | checks: [name, ok, detail, fix] |
 ///
 /// # Safety
@@ -334,6 +354,12 @@ fn run(op: Op) -> Result<Value> {
         Op::ForeignOpen { device, peer, kind, token, theirs } => foreign::open(device, peer, kind, &token, theirs)?,
         Op::ForeignClose { device, peer, kind, token } => foreign::close(device, peer, kind, &token)?,
         Op::DmaBuf { device, address, bytes } => foreign::dma_buf(device, address, bytes)?,
+        // A lock of the recording may be held for ever there: by a thread that is the parent's.
+        Op::Record(_) | Op::RecordStop { .. } | Op::Recording { .. } if state::is_forked() => return Err(Error::Forked.into()),
+        Op::Record(settings) => recording::start(&settings)?,
+        Op::RecordStop { file } => recording::stop(file),
+        Op::Recording { device, last } => recording::so_far(device, last),
+        Op::MergeTraces { folder, out, blocks } => recording::merge(&folder, &out, blocks)?,
         Op::Doctor => {
             let owner = state::if_attached().map(|client| client.socket().clone());
             let key = std::env::var("MILLPOND_KEY").unwrap_or_default();

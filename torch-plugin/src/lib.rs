@@ -8,6 +8,7 @@
 //! * [`dlpack`]: tensors for other libraries, with a deleter of ours.
 //! * [`throw`]: torch's own out-of-memory exception, by symbols found at run time; [`cache_info`]: the one answer that
 //!   torch's allocator interface has no hook for.
+//! * `frames`: Python's call stacks for recorded allocations; `recording`: recordings as JSON.
 //!
 //! Every entry catches panics. One client a process: [`state`].
 #![deny(unsafe_code)]
@@ -18,6 +19,8 @@ pub mod control;
 pub mod dlpack;
 pub mod error;
 pub mod foreign;
+mod frames;
+mod recording;
 pub mod state;
 pub mod stats;
 pub mod tensor;

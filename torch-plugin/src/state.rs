@@ -11,6 +11,7 @@ use millpond_ipc::client::{Client, Error, Options, Place};
 use parking_lot::{Mutex, RwLock};
 
 use crate::error::{ApiError, Result};
+use crate::frames;
 
 /// GPUs that malloc finds without a lock. torch has at most 64; more than 16 in one process share the slow way.
 const FAST: usize = 16;
@@ -83,6 +84,8 @@ pub fn detach() -> Result<()> {
 
 extern "C" fn forked() {
     FORKED.store(true, Ordering::Relaxed);
+    millpond_allocator::record::forked();
+    frames::forked();
     HEAPS.iter().for_each(|heap| heap.store(null_mut(), Ordering::Relaxed));
 }
 

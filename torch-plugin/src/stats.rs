@@ -52,12 +52,11 @@ pub fn counters(stats: &Stats) -> Map<String, Value> {
 #[must_use]
 pub fn flat(heap: &Heap) -> Map<String, Value> {
     let mut map = counters(&heap.stats());
-    let (bytes, pieces) = heap.inactive_split();
+    let (pieces, bytes) = heap.inactive_split();
     for pool in ["all", "small_pool", "large_pool"] {
-        let share = |n: u64| if pool == "small_pool" { 0 } else { n };
-        let now = |n| Stat { current: share(n), peak: share(n), ..Stat::default() };
-        put(&mut map, &format!("inactive_split.{pool}"), now(pieces));
-        put(&mut map, &format!("inactive_split_bytes.{pool}"), now(bytes));
+        let share = |stat: Stat| if pool == "small_pool" { Stat::default() } else { stat };
+        put(&mut map, &format!("inactive_split.{pool}"), share(pieces));
+        put(&mut map, &format!("inactive_split_bytes.{pool}"), share(bytes));
     }
     put(&mut map, "oversize_allocations", Stat::default());
     put(&mut map, "oversize_segments", Stat::default());

@@ -14,7 +14,7 @@ use millpond_ipc::control::Tier;
 use parking_lot::Mutex;
 
 use crate::error::{guard, ApiError, Result, FAILED};
-use crate::state;
+use crate::{frames, state};
 
 /// Set by a send: the bytes were copied into the arena first.
 pub const COPIED: u32 = 1;
@@ -126,7 +126,11 @@ fn stream(device: i32, stream: u64) -> Option<Stream> {
 /// A block: device is a GPU's ordinal, or -1 for the host device. 0 and the last error where there is none.
 #[no_mangle]
 pub extern "C" fn millpond_allocate(device: i32, bytes: u64, on: u64) -> u64 {
-    guard(0, || Ok(state::client()?.heap(place(device))?.allocate(bytes, Stream(on)).map_err(millpond_ipc::client::Error::from)?))
+    guard(0, || {
+        let heap = state::client()?.heap(place(device))?;
+        // The GIL may be taken there: no lock of ours is held.
+        Ok(heap.allocate_from(bytes, Stream(on), frames::of_allocation()).map_err(millpond_ipc::client::Error::from)?)
+    })
 }
 
 /// Frees a block of [`millpond_allocate`].

@@ -1,6 +1,6 @@
 //! torch's allocator: `malloc`, `free` and the optional hooks, each handed to torch as an integer.
 //!
-//! Nothing here takes the GIL, synchronises a device, or touches a stream that it was not handed. Sizes at free may be
+//! Nothing here takes the GIL but a recording with frames (`frames.rs`), synchronises a device, or touches a stream that it was not handed. Sizes at free may be
 //! stale (torch 2.5 to 2.8), so blocks are found by their address.
 #![allow(unsafe_code)] // extern "C"
 
@@ -13,6 +13,7 @@ use millpond_allocator::driver::Stream;
 use millpond_allocator::heap::{HeapError, PoolId};
 
 use crate::error::{panic_text, ApiError};
+use crate::frames;
 use crate::state;
 use crate::throw::{throw, Kind};
 
@@ -39,7 +40,8 @@ fn stream_of(stream: *mut c_void) -> Stream {
 fn allocate(size: usize, device: c_int, stream: *mut c_void) -> Result<*mut c_void, (Kind, String)> {
     let body = || -> Result<*mut c_void, (Kind, String)> {
         let heap = state::heap(device).map_err(|error| (Kind::Runtime, error.to_string()))?;
-        match heap.allocate(size as u64, stream_of(stream)) {
+        // The GIL may be taken there: no lock of ours is held.
+        match heap.allocate_from(size as u64, stream_of(stream), frames::of_allocation()) {
             Ok(addr) => Ok(addr as *mut c_void),
             Err(error @ HeapError::OutOfMemory(_)) => Err((Kind::OutOfMemory, error.to_string())),
             Err(error) => Err((Kind::Runtime, error.to_string())),
@@ -75,7 +77,7 @@ pub extern "C" fn millpond_free(pointer: *mut c_void, _size: usize, device: c_in
             return;
         }
         let addr = pointer as u64;
-        if state::heap_of(addr, device).is_none_or(|heap| heap.free(addr).is_err()) {
+        if state::heap_of(addr, device).is_none_or(|heap| heap.free_from(addr, frames::of_free()).is_err()) {
             state::FOREIGN_FREES.fetch_add(1, Ordering::Relaxed);
         }
     });

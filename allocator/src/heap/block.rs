@@ -1,5 +1,6 @@
 //! One block's life: settled, used, pinned, freed, waiting, free.
 
+use crate::record::{origin, Event, Kind, Origin};
 use crate::tlsf::{Allocation, Handle, GRANULE};
 use crate::window::Chunk;
 
@@ -56,7 +57,7 @@ impl Inner {
 
     /// Makes an allocation a live block.
     #[inline]
-    pub(super) fn settle(&mut self, allocation: Allocation, place: u32, requested: u64) {
+    pub(super) fn settle(&mut self, allocation: Allocation, place: u32, requested: u64, origin: Origin) {
         let index = allocation.handle.index();
         let info = || Info {
             handle: allocation.handle,
@@ -78,6 +79,7 @@ impl Inner {
         }
         self.index.insert(allocation.offset, index);
         self.meter.allocated(u64::from(allocation.granules) * GRANULE, requested);
+        self.record_block(Kind::Allocate, index, 0, origin);
     }
 
     /// The live block that starts at a granule.
@@ -95,10 +97,10 @@ impl Inner {
     /// A block of exactly so many granules for a place: the one that was freed last if it will do, else from the table. Its
     /// first granule.
     #[inline]
-    pub(super) fn take(&mut self, place: u32, granules: u32, requested: u64) -> Option<u32> {
+    pub(super) fn take(&mut self, place: u32, granules: u32, requested: u64, origin: Origin) -> Option<u32> {
         match self.parked.take() {
             Some(parked) if parked.place == place && parked.granules == granules => {
-                if let Some(offset) = self.resettle(parked, requested) {
+                if let Some(offset) = self.resettle(parked, requested, origin) {
                     return Some(offset);
                 }
             }
@@ -106,19 +108,20 @@ impl Inner {
             None => {}
         }
         let allocation = self.tlsf.allocate(self.domain_of(place), granules)?;
-        self.settle(allocation, place, requested);
+        self.settle(allocation, place, requested, origin);
         Some(allocation.offset)
     }
 
     /// Makes the parked block a live one again, with a handle of its own.
     #[inline]
-    fn resettle(&mut self, parked: Parked, requested: u64) -> Option<u32> {
+    fn resettle(&mut self, parked: Parked, requested: u64, origin: Origin) -> Option<u32> {
         let handle = self.tlsf.renew(parked.handle)?;
         let info = self.infos.get_mut(handle.index() as usize)?;
         (info.handle, info.requested, info.freed) = (handle, requested, false);
         let (offset, bytes) = (info.offset, info.bytes());
         self.index.insert(offset, handle.index());
         self.meter.allocated(bytes, requested);
+        self.record_block(Kind::Allocate, handle.index(), 0, origin);
         Some(offset)
     }
 
@@ -135,12 +138,13 @@ impl Inner {
     /// If nobody else uses it, it is parked: the next malloc has often the same size and stream, and gets it as it is. Whoever
     /// looks for free blocks ends that first.
     #[inline]
-    pub(super) fn free(&mut self, offset: u32) -> bool {
+    pub(super) fn free(&mut self, offset: u32, origin: Origin) -> bool {
         let Some(info) = self.index.remove(offset).and_then(|index| self.infos.get_mut(index as usize)) else { return false };
         info.freed = true;
         let (handle, bytes, requested) = (info.handle, info.bytes(), info.requested);
         let (pinned, plain, parked) = (info.pins > 0, info.more.is_none(), Parked { handle, place: info.place, granules: info.granules });
         self.meter.freed(bytes, requested);
+        self.record_block(Kind::Free, handle.index(), if plain && !pinned { 0 } else { Event::PENDING }, origin);
         if plain && !pinned {
             if let Some(before) = self.parked.replace(parked) {
                 self.release(before.handle);
@@ -159,6 +163,7 @@ impl Inner {
         if let Some(bytes) = self.infos.get(handle.index() as usize).map(Info::bytes) {
             self.meter.let_go(bytes);
         }
+        self.record_block(Kind::Reusable, handle.index(), 0, origin());
         self.release(handle);
     }
 

@@ -4,6 +4,7 @@ use std::os::fd::OwnedFd;
 use std::sync::atomic::Ordering;
 
 use crate::driver::Addr;
+use crate::record::{self, Kind};
 use crate::tlsf::{Domain, GRANULE};
 use crate::window::{Chunk, WindowError};
 
@@ -14,6 +15,8 @@ use super::{Heap, Inner, Request};
 impl Heap {
     /// Asks the owner for more, maps it, and takes the block from it. Called with `growing` held and no other lock.
     pub(super) fn grow(&self, request: Request) -> Result<Addr, HeapError> {
+        let _span = tracing::debug_span!("growth", bytes = request.bytes).entered();
+        let began = request.origin.map(|_| record::now());
         let chunks = self.ask(request)?;
         self.map(&chunks, request)?;
         let mut inner = self.whole();
@@ -22,6 +25,7 @@ impl Heap {
         let domain = inner.domain_of(place);
         for (chunk, _) in &chunks {
             inner.add_chunk(*chunk, domain);
+            inner.record_chunk(Kind::Grow, *chunk, began, request.origin);
         }
         inner.meter.growths += 1;
         inner.prepare();

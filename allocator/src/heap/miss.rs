@@ -42,7 +42,10 @@ impl Heap {
                 // What was to be given back later was for this block.
                 inner.trim_wanted = 0;
             }
-            Err(HeapError::OutOfMemory(_)) => inner.meter.out_of_memory += 1,
+            Err(HeapError::OutOfMemory(_)) => {
+                inner.meter.out_of_memory += 1;
+                inner.record_out_of_memory(request.bytes, request.id.0, request.origin);
+            }
             Err(_) => {}
         }
         self.publish(&inner);
@@ -100,7 +103,7 @@ impl Heap {
 
     pub(super) fn take(&self, inner: &mut Inner, found: Found, place: u32, request: Request) -> Addr {
         let (allocation, span) = found;
-        inner.settle(allocation, place, request.bytes);
+        inner.settle(allocation, place, request.bytes, request.origin);
         if !span.is_empty() {
             if let Some(info) = inner.infos.get_mut(allocation.handle.index() as usize) {
                 info.more.get_or_insert_default().span = span;
@@ -126,6 +129,7 @@ impl Heap {
         }
         let (mark, event) = inner.streams.record_context()?;
         self.driver.stream_wait_event(request.stream, event).ok()?;
+        inner.record_wait(request);
         let found = inner.take_everything(request, place, mark, request.bytes > self.config.chunk_bytes);
         Some(self.take(inner, found?, place, request))
     }
@@ -138,6 +142,7 @@ impl Heap {
             let waits = found.mark <= inner.streams.done(stream)
                 || inner.streams.event_for(stream, found.mark).is_some_and(|e| self.driver.stream_wait_event(request.stream, e).is_ok());
             if waits {
+                inner.record_wait(request);
                 return Some(found);
             }
             let _ = inner.tlsf.free(found.handle, domain, found.mark);

@@ -14,6 +14,7 @@ mod lock;
 mod meter;
 mod miss;
 mod places;
+mod record;
 mod source;
 mod spans;
 mod stats;
@@ -36,6 +37,7 @@ use std::time::Duration;
 use parking_lot::Mutex;
 
 use crate::driver::{Addr, Driver, Stream, StreamId};
+use crate::record::{origin, Origin};
 use crate::timeline::Timelines;
 use crate::tlsf::{Handle, Tlsf, GRANULE};
 use crate::window::{Chunk, Window};
@@ -98,6 +100,10 @@ pub struct Heap {
 
 #[derive(Debug)]
 struct Inner {
+    /// Where the window starts, for recordings.
+    base: Addr,
+    /// The device's number in recordings.
+    device: i16,
     tlsf: Tlsf,
     streams: Streams,
     /// The first is that of the stream that never runs.
@@ -129,6 +135,8 @@ impl Heap {
         config: HeapConfig,
     ) -> Self {
         let mut inner = Inner {
+            base: window.base(),
+            device: record::device_number(&*driver),
             tlsf: Tlsf::new(),
             streams: Streams::new(driver.clone()),
             places: Vec::with_capacity(64),
@@ -204,11 +212,20 @@ impl Heap {
     /// [`HeapError::OutOfMemory`] after everything was tried; the heap works on.
     #[inline]
     pub fn allocate(&self, bytes: u64, stream: Stream) -> Result<Addr, HeapError> {
+        self.allocate_from(bytes, stream, origin())
+    }
+
+    /// [`Heap::allocate`] for a caller that knows whether it is recorded, and with what.
+    ///
+    /// # Errors
+    /// As [`Heap::allocate`].
+    #[inline]
+    pub fn allocate_from(&self, bytes: u64, stream: Stream, origin: Origin) -> Result<Addr, HeapError> {
         if bytes == 0 {
             return Ok(0);
         }
         let Some(granules) = u32::try_from(bytes.div_ceil(GRANULE)).ok().filter(|_| bytes <= self.window.bytes()) else {
-            return Err(self.larger_than_window(bytes));
+            return Err(self.larger_than_window(bytes, origin));
         };
         let captures = self.captures.load(Ordering::Relaxed) > 0;
         let (id, capturing) = self.identify(stream)?;
@@ -224,20 +241,21 @@ impl Heap {
             let _ = inner.streams.record(number, stream);
         }
         if bytes <= self.config.chunk_bytes {
-            if let Some(offset) = inner.take(place, granules, bytes) {
+            if let Some(offset) = inner.take(place, granules, bytes, origin) {
                 self.publish(inner);
                 return Ok(self.window.base() + u64::from(offset) * GRANULE);
             }
         }
         drop(guard);
-        self.miss(Request { bytes, granules, stream, id, capturing })
+        self.miss(Request { bytes, granules, stream, id, capturing, origin })
     }
 
     #[cold]
-    fn larger_than_window(&self, bytes: u64) -> HeapError {
+    fn larger_than_window(&self, bytes: u64, origin: Origin) -> HeapError {
         let error = self.out_of_memory(bytes, None, "It is larger than any window.".to_owned());
         let mut inner = self.inner.lock();
         inner.meter.out_of_memory += 1;
+        inner.record_out_of_memory(bytes, 0, origin);
         self.publish(&inner);
         error
     }
@@ -259,12 +277,21 @@ impl Heap {
     /// [`HeapError::Foreign`] for an address that is no live block; nothing happens then.
     #[inline]
     pub fn free(&self, addr: Addr) -> Result<(), HeapError> {
+        self.free_from(addr, origin())
+    }
+
+    /// [`Heap::free`] for a caller that knows whether it is recorded, and with what.
+    ///
+    /// # Errors
+    /// As [`Heap::free`].
+    #[inline]
+    pub fn free_from(&self, addr: Addr, origin: Origin) -> Result<(), HeapError> {
         if addr == 0 {
             return Ok(());
         }
         let offset = self.granule(addr).filter(|_| addr.is_multiple_of(GRANULE)).ok_or(HeapError::Foreign { addr })?;
         let mut inner = self.inner.lock();
-        if !inner.free(offset) {
+        if !inner.free(offset, origin) {
             return Err(HeapError::Foreign { addr });
         }
         self.publish(&inner);
@@ -376,4 +403,5 @@ struct Request {
     stream: Stream,
     id: StreamId,
     capturing: bool,
+    origin: Origin,
 }

@@ -1,5 +1,6 @@
 //! Giving whole free chunks back to the owner.
 
+use crate::record::{origin, Kind};
 use crate::tlsf::GRANULE;
 use crate::window::Chunk;
 
@@ -36,6 +37,7 @@ impl Heap {
                     let mut inner = self.whole();
                     let limbo = inner.domain_of(0);
                     inner.add_chunk(chunk, limbo);
+                    inner.record_chunk(Kind::Grow, chunk, None, origin());
                 }
             }
         }
@@ -105,6 +107,7 @@ impl Inner {
         for chunk in &taken {
             self.chunks.remove(&((chunk.offset / GRANULE) as u32));
             self.meter.unreserve(chunk.bytes);
+            self.record_chunk(Kind::Trim, *chunk, None, origin());
         }
         self.trim_wanted = bytes.saturating_sub(sum).min(later);
         taken

@@ -4,7 +4,7 @@ use crate::driver::{Addr, StreamId};
 use crate::tlsf::GRANULE;
 use crate::window::Chunk;
 
-use super::{Heap, PoolId, Stats};
+use super::{Heap, PoolId, Stat, Stats};
 
 /// One block of a region, by address.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -45,13 +45,14 @@ impl Heap {
         self.inner.lock().meter.stats()
     }
 
-    /// Bytes of free pieces in chunks that are partly used, and how many pieces they are.
+    /// Free pieces of chunks that are partly used, and their bytes: now, and at most since the last [`Heap::reset_peaks`]. A
+    /// block that is handed out again as it is was no free piece. Nothing is added up: totals are 0.
     #[must_use]
-    pub fn inactive_split(&self) -> (u64, u64) {
+    pub fn inactive_split(&self) -> (Stat, Stat) {
         let inner = self.whole();
-        let split = inner.tlsf.regions().filter(|(_, _, free)| free.is_none());
-        let pieces = split.flat_map(|(offset, ..)| inner.tlsf.blocks(offset)).filter(|block| !block.used);
-        pieces.fold((0, 0), |(bytes, pieces), block| (bytes + u64::from(block.granules) * GRANULE, pieces + 1))
+        let ((pieces, granules), (most, most_granules)) = (inner.tlsf.split(), inner.tlsf.split_peak());
+        let level = |current, peak| Stat { current, peak, ..Stat::default() };
+        (level(pieces, most), level(granules * GRANULE, most_granules * GRANULE))
     }
 
     /// The largest free block, in bytes: of any stream's.
@@ -81,7 +82,9 @@ impl Heap {
 
     /// Sets peaks to what is.
     pub fn reset_peaks(&self) {
-        self.inner.lock().meter.reset_peaks();
+        let mut inner = self.whole();
+        inner.tlsf.reset_split_peak();
+        inner.meter.reset_peaks();
     }
 
     /// Sets totals to nothing.

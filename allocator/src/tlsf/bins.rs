@@ -71,6 +71,10 @@ impl Bins {
     pub(super) fn insert(&mut self, nodes: &mut Nodes, index: u32) {
         let bin = bin_of(nodes[index].granules);
         let head = self.head(bin);
+        if let Some(granules) = nodes.all_of_region(index) {
+            nodes.whole.0 += 1;
+            nodes.whole.1 += granules;
+        }
         let node = &mut nodes[index];
         node.prev = NIL;
         node.next = head;
@@ -84,8 +88,12 @@ impl Bins {
         self.heads[bin as usize % BINS] = index;
     }
 
-    /// Takes free block `index` out of its bin. Its size must be what it was at [`Bins::insert`].
+    /// Takes free block `index` out of its bin. Its size, and whether it has neighbours, must be what it was at [`Bins::insert`].
     pub(super) fn remove(&mut self, nodes: &mut Nodes, index: u32) {
+        if let Some(granules) = nodes.all_of_region(index) {
+            nodes.whole.0 -= 1;
+            nodes.whole.1 -= granules;
+        }
         let node = &nodes[index];
         let (prev, next, bin) = (node.prev, node.next, bin_of(node.granules));
         if next != NIL {

@@ -47,6 +47,7 @@ impl Tlsf {
     /// Regions do not overlap; the blocks of each cover it without a gap; no two free neighbours share a domain.
     fn check_regions(&self, seen: &mut [Seen]) -> Result<(), String> {
         let (mut free, mut used, mut floor) = (0, 0, 0);
+        let mut split = (0, 0);
         for (&offset, region) in &self.regions {
             let end = u64::from(offset) + u64::from(region.granules);
             ensure!(u64::from(offset) >= floor && end <= 1 << 32, "region at {offset} overlaps or is out of range");
@@ -62,11 +63,15 @@ impl Tlsf {
                 let merged = below == NIL || node.is_used() || !self.is_free_in(below, node.domain);
                 ensure!(merged, "free nodes {below} and {index} are not merged");
                 *(if node.is_used() { &mut used } else { &mut free }) += u64::from(node.granules);
+                if !node.is_used() && node.granules != region.granules {
+                    split = (split.0 + 1, split.1 + u64::from(node.granules));
+                }
                 at += u64::from(node.granules);
                 below = index;
             }
             ensure!(at == end, "blocks of region {offset} end at {at}, not {end}");
         }
+        ensure!(split == self.split(), "{split:?} split; counted {:?}", self.split());
         ensure!((free, used) == (self.free, self.used), "{free} free, {used} used; counted {} and {}", self.free, self.used);
         Ok(())
     }

@@ -156,6 +156,10 @@ pub struct Tlsf {
     regions: Regions,
     free: u64,
     used: u64,
+    /// Free blocks.
+    pieces: u64,
+    /// The most of what [`Tlsf::split`] says: pieces, granules.
+    split_peak: (u64, u64),
 }
 
 impl Default for Tlsf {
@@ -167,7 +171,7 @@ impl Default for Tlsf {
 impl Tlsf {
     /// An allocator with no region and no domain.
     pub const fn new() -> Self {
-        Self { nodes: Nodes::new(), domains: Domains::new(), regions: Regions::new(), free: 0, used: 0 }
+        Self { nodes: Nodes::new(), domains: Domains::new(), regions: Regions::new(), free: 0, used: 0, pieces: 0, split_peak: (0, 0) }
     }
 
     /// Makes places ready for `blocks` blocks, free ones counted, so that calls up to there never allocate or touch new memory.
@@ -205,7 +209,9 @@ impl Tlsf {
         self.nodes.mark_free(handle.index);
         self.used -= u64::from(granules);
         self.free += u64::from(granules);
+        self.pieces += 1;
         self.settle(handle.index, domain, mark);
+        self.raise_split_peak();
         Ok(())
     }
 
@@ -232,6 +238,28 @@ impl Tlsf {
     /// Granules of all used blocks.
     pub const fn used_granules(&self) -> u64 {
         self.used
+    }
+
+    /// Free blocks that are not all of their region, and their granules.
+    #[inline]
+    pub const fn split(&self) -> (u64, u64) {
+        (self.pieces - self.nodes.whole.0, self.free - self.nodes.whole.1)
+    }
+
+    /// The most that [`Tlsf::split`] ever said, each by itself, since the last [`Tlsf::reset_split_peak`].
+    pub const fn split_peak(&self) -> (u64, u64) {
+        self.split_peak
+    }
+
+    /// The peak is what is now.
+    pub const fn reset_split_peak(&mut self) {
+        self.split_peak = self.split();
+    }
+
+    #[inline]
+    fn raise_split_peak(&mut self) {
+        let (pieces, granules) = self.split();
+        self.split_peak = (self.split_peak.0.max(pieces), self.split_peak.1.max(granules));
     }
 
     /// Granules of the largest free block of any domain, 0 if there is none. Walks the highest bin of each domain.
@@ -307,6 +335,7 @@ impl Tlsf {
         let node = &self.nodes[index];
         let (offset, domain, mark, after) = (node.offset, node.domain, node.mark, node.after);
         let rest = node.granules - granules;
+        let whole = node.before == NIL && after == NIL;
         self.domains[domain].remove(&mut self.nodes, index);
         if rest != 0 {
             let upper = self.nodes.add(offset + granules, rest, domain, mark);
@@ -319,9 +348,15 @@ impl Tlsf {
             node.granules = granules;
             node.after = upper;
             self.domains[domain].insert(&mut self.nodes, upper);
+        } else {
+            self.pieces -= 1;
         }
         self.free -= u64::from(granules);
         self.used += u64::from(granules);
+        // What is cut from a split piece leaves less than there was.
+        if whole {
+            self.raise_split_peak();
+        }
         Allocation { handle: self.nodes.mark_used(index), offset, granules, mark }
     }
 
@@ -360,6 +395,7 @@ impl Tlsf {
         if after != NIL {
             self.nodes[after].before = lower;
         }
+        self.pieces -= 1;
         self.nodes.release(upper);
     }
 

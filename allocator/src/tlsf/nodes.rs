@@ -44,11 +44,20 @@ pub(super) struct Nodes {
     table: Vec<Node>,
     /// Top of the stack of vacant places, linked through `next`.
     vacant: u32,
+    /// Free blocks that are all of their region, and their granules.
+    pub(super) whole: (u64, u64),
 }
 
 impl Nodes {
     pub(super) const fn new() -> Self {
-        Self { table: Vec::new(), vacant: NIL }
+        Self { table: Vec::new(), vacant: NIL, whole: (0, 0) }
+    }
+
+    /// The size in granules of a block that is all of its region.
+    #[inline]
+    pub(super) fn all_of_region(&self, index: u32) -> Option<u64> {
+        let node = &self[index];
+        (node.before == NIL && node.after == NIL).then_some(u64::from(node.granules))
     }
 
     /// A new free node, with no neighbours and in no bin.

@@ -36,6 +36,7 @@ impl Tlsf {
         let first = self.nodes.add(offset, granules, domain, mark);
         self.domains[domain].insert(&mut self.nodes, first);
         self.free += u64::from(granules);
+        self.pieces += 1;
         self.regions.insert(offset, Region { granules, first });
         Ok(())
     }
@@ -65,6 +66,7 @@ impl Tlsf {
         self.domains[domain].remove(&mut self.nodes, region.first);
         self.nodes.release(region.first);
         self.free -= u64::from(region.granules);
+        self.pieces -= 1;
         self.regions.remove(&offset);
         Ok(region.granules)
     }

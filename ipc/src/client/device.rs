@@ -22,6 +22,7 @@ use super::events::Events;
 use super::fault::{self, Fault};
 use super::lease::Leases;
 use super::link::Link;
+use super::record;
 use crate::control::{Control, LiveRow, MAX_DEVICES};
 use crate::wire::{self, Answer, DeviceGrant, Peer, Reason, Request, Role, MAX_FDS};
 
@@ -288,6 +289,7 @@ impl Device {
             probe: Mutex::default(),
             faulted: AtomicBool::new(false),
         });
+        record::introduce_device(&made);
         *opened = Some(made.clone());
         Ok(made)
     }
@@ -352,6 +354,7 @@ impl Opened {
             return Err(gone(offset, bytes, epochs));
         }
         self.unmap(&peers, window, &stale);
+        let _span = tracing::debug_span!("import", window, bytes).entered();
         let missing: Vec<u64> = epochs.iter().copied().filter(|epoch| !there.iter().any(|chunk| chunk.epoch == *epoch)).collect();
         for part in missing.chunks(MAX_FDS) {
             let chunks = import(&self.shared.link, window, part.to_vec())?;
@@ -391,6 +394,7 @@ impl Opened {
     /// The owner's revoke: drops what is mapped of these chunks. Returns the bytes that are still mapped, since something of
     /// them is in use; those go at a later [`Opened::tick`].
     pub(super) fn revoke(&self, window: u32, epochs: &[u64], in_use: impl Fn(&Chunk) -> bool) -> u64 {
+        let _span = tracing::debug_span!("revoke", window, chunks = epochs.len()).entered();
         if fault::is(Fault::StaleMap) {
             return 0;
         }

@@ -4,6 +4,7 @@ use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::Arc;
 
 use millpond_allocator::driver::{Addr, Event, StreamId};
+use millpond_allocator::record::Kind;
 use millpond_allocator::timeline::{Reached, Signal};
 use millpond_allocator::window::Chunk;
 use parking_lot::Mutex;
@@ -12,6 +13,7 @@ use super::device::Opened;
 use super::error::Error;
 use super::fault::{self, Fault};
 use super::lease::HoldRef;
+use super::record;
 use crate::control::{Claim, Control, TIMELINES_PER_CLIENT};
 
 /// One value that was received.
@@ -142,6 +144,7 @@ impl Imports {
             record.finish(hold.generation, self.me as u8, None);
             return Err(Error::Protocol(format!("{} sent a value whose hold is on other bytes", import.sender)));
         }
+        record::held(Kind::Receive, hold, (import.window, import.offset, import.bytes));
         let mut slab = self.slab.lock();
         slab.bytes += import.bytes;
         let index = match slab.free.pop() {
@@ -176,6 +179,7 @@ impl Imports {
         let mut slab = self.slab.lock();
         let import = entry(&mut slab, handle).and_then(Option::take).ok_or_else(released)?;
         slab.free.push(handle as u32 - 1);
+        record::held(Kind::Release, import.hold, (import.window, import.offset, import.bytes));
         slab.bytes = slab.bytes.saturating_sub(import.bytes);
         if import.addr.is_none() || import.streams.is_empty() || fault::is(Fault::ReleaseBeforeDone) {
             drop(slab);

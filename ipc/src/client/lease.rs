@@ -10,6 +10,7 @@ use parking_lot::Mutex;
 
 use super::error::Error;
 use super::fault::{self, Fault};
+use super::record;
 use crate::control::{Claim, Control, Hold, HoldState, HoldWord, Look, FORWARDED, HOLDS_PER_CLIENT};
 
 /// A hold in somebody's table.
@@ -116,6 +117,7 @@ impl Leases {
     fn end(&self, table: &mut Table, lease: u64) {
         if let Some(lease) = table.leases.remove(&lease) {
             table.by_block.remove(&(lease.window, lease.pin.offset));
+            record::returned(lease.pin.offset, lease.pin.bytes);
             lease.heap.unpin(lease.pin);
         }
         self.live.store(table.leases.len(), Ordering::Release);

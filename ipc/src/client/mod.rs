@@ -11,6 +11,7 @@ mod lease;
 mod link;
 mod pinned;
 mod receive;
+mod record;
 mod send;
 mod tend;
 mod ticket;
@@ -21,6 +22,7 @@ pub use error::Error;
 pub use events::Event;
 pub use lease::HoldRef;
 pub use receive::{Incoming, Message, ReceiveOptions};
+pub use record::recording_file;
 pub use send::{Outgoing, Way};
 
 use std::collections::HashMap;
@@ -151,6 +153,7 @@ pub struct Client {
     shared: Shared,
     welcome: Welcome,
     socket: PathBuf,
+    name: String,
     devices: Vec<Device>,
     /// Device by GPU ordinal, asked of the driver at first use.
     by_ordinal: OnceLock<Vec<Option<usize>>>,
@@ -209,6 +212,7 @@ impl Client {
             shared,
             welcome,
             socket: options.socket.clone(),
+            name: options.name.clone(),
             devices,
             by_ordinal: OnceLock::new(),
             windows: Mutex::default(),
@@ -223,6 +227,8 @@ impl Client {
             pid: std::process::id(),
         });
         tend::start(&client, reader, options.on_owner_death)?;
+        record::from_environment(&options.name);
+        client.introduce();
         Ok(client)
     }
 
@@ -265,6 +271,12 @@ impl Client {
     #[must_use]
     pub fn socket(&self) -> &PathBuf {
         &self.socket
+    }
+
+    /// This client's name for people.
+    #[must_use]
+    pub fn name(&self) -> &str {
+        &self.name
     }
 
     /// Whether the owner is there.

@@ -4,7 +4,7 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use millpond_allocator::driver::{Addr, DeviceInfo, Stream, StreamId};
-use millpond_allocator::timeline::{Reached, Signal, TimelineError};
+use millpond_allocator::timeline::{Reached, Signal, TimelineError, Word};
 use serde_json::value::RawValue;
 
 use super::channel::{Channel, Descriptor, Frame, NOWHERE, UNCOUNTED};
@@ -13,6 +13,7 @@ use super::error::Error;
 use super::fault::{self, Fault};
 use super::import::Import;
 use super::link::LONGEST;
+use super::record::{self, now_if_on};
 use super::{Client, Place};
 use crate::control::{Count, Tier, TIMELINES_PER_CLIENT};
 use crate::wire::Peer;
@@ -188,7 +189,8 @@ impl Client {
             match stream {
                 Some(stream) if !on_cpu => match opened.timelines.wait(stream, *signal) {
                     Err(TimelineError::Dead(_)) => return Err(died(&import)),
-                    result => result?,
+                    Ok(true) => record::stream_waits(&opened, stream, *signal),
+                    waits => drop(waits?),
                 },
                 _ => self
                     .await_until(*signal, until)
@@ -290,7 +292,11 @@ impl Client {
                 return done.into_iter().try_for_each(|(timeline, value)| {
                     let signal = Signal { timeline, value };
                     let waited = match stream.filter(|_| !self.host_waits) {
-                        Some(stream) => opened.timelines.wait(stream, signal).map_err(Error::from),
+                        Some(stream) => opened.timelines.wait(stream, signal).map_err(Error::from).map(|waits| {
+                            if waits {
+                                record::stream_waits(&opened, stream, signal);
+                            }
+                        }),
                         None => self.await_until(signal, deadline),
                     };
                     // Of a receiver that died nothing runs any more.
@@ -370,6 +376,16 @@ impl Client {
     fn await_until(&self, signal: Signal, deadline: Option<Instant>) -> Result<(), Error> {
         let word =
             self.shared.control.timeline(signal.timeline).ok_or_else(|| Error::Protocol(format!("no timeline {}", signal.timeline)))?;
+        if word.reached(signal.value) == Reached::Yes {
+            return Ok(());
+        }
+        let since = now_if_on();
+        let result = Self::await_word(word, signal, deadline);
+        record::cpu_waited(since, signal);
+        result
+    }
+
+    fn await_word(word: &Word, signal: Signal, deadline: Option<Instant>) -> Result<(), Error> {
         let mut pause = Pause::default();
         loop {
             match word.reached(signal.value) {

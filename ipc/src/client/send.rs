@@ -15,6 +15,7 @@ use super::error::Error;
 use super::import::{Claimed, Import};
 use super::lease::{cancel, forward, HoldRef};
 use super::receive::died;
+use super::record::{self, now_if_on};
 use super::{Client, Place};
 use crate::control::{Count, Fall, Tier};
 
@@ -154,6 +155,7 @@ impl Client {
         tensors: &[Outgoing],
         timeout: Option<Duration>,
     ) -> Result<Vec<bool>, Error> {
+        let at = now_if_on();
         let (mut draft, copied) = self.drafted(channel.peer().client, tensors)?;
         let frame = draft.frame(tree);
         let sent =
@@ -162,6 +164,7 @@ impl Client {
             draft.abandon();
             return Err(error);
         }
+        record::sent(at, &frame.tensors, channel.peer().client);
         draft.sent(tensors.len());
         Ok(copied)
     }

@@ -12,6 +12,7 @@ use millpond_allocator::timeline::Word;
 use super::device::{Device, Opened};
 use super::error::Error;
 use super::link::Notice;
+use super::record;
 use super::{Client, OnOwnerDeath};
 use crate::wire::{Ask, FrameReader, Peer, Request};
 
@@ -142,6 +143,7 @@ impl Client {
     }
 
     fn peer_died(&self, peer: &Peer) {
+        record::died(peer);
         self.imports.died(peer.client);
         self.office.died(peer);
         self.pidfds.lock().remove(&peer.serial);

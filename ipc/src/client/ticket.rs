@@ -12,6 +12,7 @@ use super::channel::{Descriptor, Frame, NOWHERE};
 use super::error::Error;
 use super::lease::{cancel, place_forwarded, HoldRef};
 use super::receive::{Message, ReceiveOptions};
+use super::record::{self, now_if_on};
 use super::send::Outgoing;
 use super::Client;
 use crate::control::{HoldState, HoldWord};
@@ -33,11 +34,13 @@ impl Client {
     /// # Errors
     /// As [`Client::send`].
     pub fn ticket(&self, tree: Box<RawValue>, tensors: &[Outgoing], many: bool) -> Result<(String, Vec<bool>), Error> {
+        let at = now_if_on();
         let (mut draft, copied) = self.drafted(u32::from(HoldWord::ANYBODY), tensors)?;
         let from = Peer { client: self.shared.me, serial: self.welcome.serial, name: format!("process {}", self.pid), pid: self.pid };
         let ticket = Ticket { token: self.welcome.token.clone(), from, many, frame: draft.frame(tree) };
         match serde_json::to_string(&ticket) {
             Ok(text) => {
+                record::sent(at, &ticket.frame.tensors, u32::from(HoldWord::ANYBODY));
                 draft.sent(tensors.len());
                 Ok((text, copied))
             }

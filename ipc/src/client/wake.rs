@@ -14,6 +14,7 @@ use rustix::io::Errno;
 use rustix::process::{pidfd_open, Pid, PidfdFlags};
 
 use super::link::Link;
+use super::record;
 use super::Client;
 use crate::control::{ClientRow, ClientState, MAX_CLIENTS};
 use crate::wire::Peer;
@@ -73,7 +74,9 @@ impl Client {
         if first {
             self.imports.died(slot);
             if let Some(row) = self.shared.control.client(slot).and_then(|cell| cell.read()) {
-                self.office.died(&Peer { client: slot, serial: row.serial, name: String::new(), pid: 0 });
+                let peer = Peer { client: slot, serial: row.serial, name: String::new(), pid: 0 };
+                record::died(&peer);
+                self.office.died(&peer);
             }
         }
     }

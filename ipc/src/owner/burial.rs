@@ -40,6 +40,7 @@ impl Owner {
         let peer = client.peer();
         // A parent that only detached may come back.
         let parent_ended = client.role == Role::Parent && client.process_ended;
+        let _span = tracing::info_span!("burial", client = slot, serial = peer.serial).entered();
         tracing::info!(client = slot, name = peer.name, pid = peer.pid, "client gone");
         for word in self.control.timelines(slot).unwrap_or_default() {
             word.poison();

@@ -107,6 +107,7 @@ impl Owner {
             let slot = pending.slot;
             let present = self.client(slot).filter(|client| client.is_present());
             let Some(window) = present.and_then(|client| client.windows.get(device as usize)).copied() else { continue };
+            let _span = tracing::debug_span!("growth", client = slot, device, bytes = pending.bytes).entered();
             match self.estate.grow(slot, window, device, pending.bytes) {
                 Ok(epochs) => self.granted(&pending, epochs),
                 Err(denial) => {

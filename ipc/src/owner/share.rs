@@ -41,6 +41,7 @@ impl Owner {
                 revoked.entry((importer, holding.window)).or_default().push(*epoch);
             }
         }
+        let _span = tracing::debug_span!("revoke", bytes = retired).entered();
         for ((importer, window), epochs) in revoked {
             self.ask(importer, Ask::Revoke { window, epochs: epochs.clone() }, Asked::Revoke(epochs));
         }

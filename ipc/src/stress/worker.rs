@@ -16,7 +16,7 @@ use serde::{Deserialize, Serialize};
 
 use super::rig::{Rig, LARGEST, PATTERNS};
 use super::Dice;
-use crate::client::{Channel, Client, Error, Incoming, Options, Outgoing, Way, Place, ReceiveOptions};
+use crate::client::{Channel, Client, Error, Incoming, Options, Outgoing, Place, ReceiveOptions, Way};
 
 /// Nothing takes longer, unless it hangs.
 const BOUND: Duration = Duration::from_secs(15);

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use millpond_allocator::driver::{Addr, Driver, Stream};
-use millpond_ipc::client::{Channel, Client, Error, Incoming, OnOwnerDeath, Options, Outgoing, Way, Place, ReceiveOptions};
+use millpond_ipc::client::{Channel, Client, Error, Incoming, OnOwnerDeath, Options, Outgoing, Place, ReceiveOptions, Way};
 use millpond_ipc::wire::Role;
 
 /// A page of words that streams wait on when they are told to stall.
@@ -228,7 +228,11 @@ impl Worker {
                 let (addr, bytes) = self.block(words.value()?)?;
                 let count: usize = words.value()?;
                 let stream = self.maybe_stream(words)?;
-                self.send(channel, &vec![Outgoing { addr, bytes, place: host, stream, import: None, read_only: false }; count], 5_000)
+                self.send(
+                    channel,
+                    &vec![Outgoing { addr, bytes, place: host, stream, import: None, read_only: false, way: Way::Found }; count],
+                    5_000,
+                )
             }
             "sendpart" => {
                 let channel = words.value()?;

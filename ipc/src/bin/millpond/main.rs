@@ -18,6 +18,7 @@ mod signals;
 mod stress;
 #[cfg(feature = "tui")]
 mod top;
+mod trace;
 
 use std::process::ExitCode;
 
@@ -32,6 +33,7 @@ Exit codes:
 
 Environment:
   MILLPOND_SOCKET, MILLPOND_KEY   the owner to talk to; serve prints both
+  MILLPOND_TRACE                  a folder: record what this process does (millpond trace --help)
   MILLPOND_LOG                    error, warn, info or debug: what is logged to stderr (default warn)";
 
 /// One arena of GPU memory for many processes.
@@ -53,6 +55,7 @@ enum Command {
     Metrics(metrics::Args),
     Bench(bench::Args),
     Replay(replay::Args),
+    Trace(trace::Args),
     Doctor(doctor::Args),
     Demo(demo::Args),
     Stress(stress::Args),
@@ -79,6 +82,7 @@ fn main() -> ExitCode {
         Command::Explain(args) => explain::run(&args),
         Command::Bench(args) => bench::run(&args),
         Command::Replay(args) => replay::run(&args),
+        Command::Trace(args) => trace::run(&args),
         Command::Metrics(args) => metrics::run(&args),
         Command::Doctor(args) => doctor::run(&args),
         Command::Demo(args) => demo::run(&args),

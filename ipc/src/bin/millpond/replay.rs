@@ -1,13 +1,15 @@
 //! `millpond replay`: allocation traces against the real heap.
 
-use std::path::PathBuf;
+use std::io::BufWriter;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use clap::Args as ClapArgs;
 use millpond_allocator::heap::HeapConfig;
-use millpond_allocator::replay::{read, replay, Report};
+use millpond_allocator::replay::{read, recorded, replay, Event, Recorded, Report};
 use millpond_ipc::ledger::size;
 use millpond_ipc::owner::parse_bytes;
+use millpond_ipc::trace::{self, EXTENSION};
 use serde_json::{json, Value};
 
 const AFTER: &str = "\
@@ -15,7 +17,10 @@ Example: how much memory a program would have reserved here, and how fast; the w
   $ millpond replay training.csv.gz
   $ millpond replay traces/*.csv.gz --json | jq '[.traces[].ratio] | max'
 
-A trace is a log of RMM: CSV with the columns Thread,Time,Action,Pointer,Size,Stream, plain or gzipped.
+A trace is a log of RMM: CSV with the columns Thread,Time,Action,Pointer,Size,Stream, plain or gzipped. A recording of a process
+(MILLPOND_TRACE, see millpond trace --help), or a folder of them, does as well, also while it is written; --record keeps it as CSV:
+  $ MILLPOND_TRACE=/tmp/run MILLPOND_TRACE_EVENTS=10000000 python train.py
+  $ millpond replay --record traces/ /tmp/run
 No memory is touched, so a trace of a larger machine runs on a smaller one.
 
 Exit code 1 where an event failed (its line is named), or a trace cannot be read.";
@@ -24,15 +29,54 @@ Exit code 1 where an event failed (its line is named), or a trace cannot be read
 #[derive(Debug, ClapArgs)]
 #[command(after_help = AFTER)]
 pub(crate) struct Args {
-    /// Traces.
+    /// Traces, recordings, folders of recordings.
     #[arg(required = true, value_name = "FILE")]
     files: Vec<PathBuf>,
+    /// Write each recording there, as CSV that replay and RMM's tools read: NAME-PID-….csv, one for each device.
+    #[arg(long, value_name = "FOLDER")]
+    record: Option<PathBuf>,
     /// The largest chunk. Default: as an owner has it.
     #[arg(long, value_name = "SIZE", value_parser = parse_bytes)]
     chunk_bytes: Option<u64>,
     /// JSON: {"traces":[{"file","events","failed",…}]}.
     #[arg(long)]
     json: bool,
+}
+
+/// The events of a trace, or of each device of each recording, by the name of what was read; a recording is also written to a
+/// folder, if there is one.
+fn events_of(path: &Path, record: Option<&Path>) -> Vec<(String, Result<Vec<Event>, String>)> {
+    let file = path.display().to_string();
+    if !path.is_dir() && path.extension().is_none_or(|end| end != EXTENSION) {
+        return vec![(file, read(path).map_err(|error| error.to_string()))];
+    }
+    let (found, failed) = trace::read(&[path.to_path_buf()]);
+    if found.is_empty() && failed.is_empty() {
+        return vec![(file, Err("no recordings there".to_owned()))];
+    }
+    let mut all: Vec<_> = failed.into_iter().map(|(path, error)| (path.display().to_string(), Err(error.to_string()))).collect();
+    for process in found {
+        if process.recording.dropped > 0 {
+            eprintln!(
+                "millpond: {}: {} older events were overwritten: set MILLPOND_TRACE_EVENTS higher for a whole run",
+                process.path.display(),
+                process.recording.dropped
+            );
+        }
+        for trace in recorded(&process.recording) {
+            let device = u16::try_from(trace.device).map_or_else(|_| "host".to_owned(), |gpu| format!("gpu{gpu}"));
+            let stem = process.path.file_stem().unwrap_or_default().to_string_lossy().into_owned();
+            let kept = record.map(|folder| keep(&trace, &folder.join(format!("{stem}-{device}.csv"))));
+            let name = format!("{} ({device})", process.path.display());
+            all.push((name, kept.transpose().map(|_| trace.events)));
+        }
+    }
+    all
+}
+
+fn keep(trace: &Recorded, path: &Path) -> Result<(), String> {
+    let made = path.parent().map_or(Ok(()), std::fs::create_dir_all).and_then(|()| std::fs::File::create(path));
+    made.and_then(|file| trace.write(BufWriter::new(file))).map(drop).map_err(|error| format!("{}: {error}", path.display()))
 }
 
 /// The most failed events that are printed for people.
@@ -42,9 +86,8 @@ pub(crate) fn run(args: &Args) -> ExitCode {
     let mut config = HeapConfig::default();
     config.chunk_bytes = args.chunk_bytes.unwrap_or(config.chunk_bytes);
     let (mut traces, mut ok) = (Vec::new(), true);
-    for path in &args.files {
-        let file = path.display().to_string();
-        match read(path).and_then(|events| replay(&events, config)) {
+    for (file, events) in args.files.iter().flat_map(|path| events_of(path, args.record.as_deref())) {
+        match events.and_then(|events| replay(&events, config).map_err(|error| error.to_string())) {
             Ok(report) => {
                 ok &= report.failed.is_empty();
                 if args.json {
@@ -55,7 +98,6 @@ pub(crate) fn run(args: &Args) -> ExitCode {
             }
             Err(error) => {
                 ok = false;
-                let error = error.to_string();
                 let error = if error.starts_with(&file) { error } else { format!("{file}: {error}") };
                 eprintln!("millpond: {error}");
                 traces.push(json!({ "file": file, "error": error }));

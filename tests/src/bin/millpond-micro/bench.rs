@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use millpond_allocator::driver::{Driver, Stream};
 use millpond_allocator::heap::Heap;
-use millpond_ipc::client::{Channel, Client, Incoming, Message, Options, Outgoing, Way, Place, ReceiveOptions};
+use millpond_ipc::client::{Channel, Client, Incoming, Message, Options, Outgoing, Place, ReceiveOptions, Way};
 use millpond_ipc::wire::Role;
 use millpond_tests::flags::Flags;
 use millpond_tests::lines::{Lines, Next};
@@ -133,7 +133,15 @@ impl Party {
     }
 
     pub(crate) fn outgoing(&self, addr: u64, bytes: u64) -> Outgoing {
-        Outgoing { addr, bytes, place: self.place, stream: self.gpu.then_some(self.stream), import: None, read_only: false, way: Way::Found }
+        Outgoing {
+            addr,
+            bytes,
+            place: self.place,
+            stream: self.gpu.then_some(self.stream),
+            import: None,
+            read_only: false,
+            way: Way::Found,
+        }
     }
 
     pub(crate) fn send(&self, channel: &Channel, tree: &str, tensors: &[Outgoing]) -> Result<(), String> {

@@ -3,6 +3,7 @@
 use std::sync::Barrier;
 use std::time::{Duration, Instant};
 
+use millpond_allocator::record;
 use millpond_ipc::ledger::size;
 use millpond_ipc::wire::Role;
 
@@ -24,6 +25,13 @@ pub(super) fn measure(plan: &Plan<'_>) -> Figures {
             figures.push((name, pairs(&party, threads, bytes, plan.pick(10_000, 100_000))?.json()));
         }
     }
+    let recorded = || {
+        record::start(record::EVENTS, None).map_err(text)?;
+        let recorded = pairs(&party, 1, KIB, plan.pick(10_000, 100_000));
+        record::stop();
+        recorded
+    };
+    figures.push((format!("{} pair, 1 thread, both recorded", size(KIB)), recorded()?.json()));
     let (free, malloc) = mixed(&party, plan.pick(50_000, 500_000))?;
     figures.push((format!("malloc, {LIVE} live, 512 B to 4 MiB"), malloc.json()));
     figures.push((format!("free, {LIVE} live, 512 B to 4 MiB"), free.json()));

@@ -23,7 +23,7 @@ Example: everything on CPU memory; hand-offs and growth of the first GPU, as JSO
   $ millpond bench
   $ millpond bench handoff growth --driver cuda --json > bench.json
 
-  malloc   allocate and free in a warm heap: sizes, threads, a live set
+  malloc   allocate and free in a warm heap: sizes, threads, a live set, recorded
   handoff  one tensor to another process and back, by size; first use of a peer's memory
   lease    what one tensor costs the CPU from its send until its block is free again, without the message
   growth   from a malloc that must grow to a pointer, and giving it back

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use millpond_allocator::driver::{Driver as DriverTrait, Stream};
 use millpond_allocator::heap::Heap;
-use millpond_ipc::client::{Channel, Client, Incoming, Message, Options, Outgoing, Way, Place, ReceiveOptions};
+use millpond_ipc::client::{Channel, Client, Incoming, Message, Options, Outgoing, Place, ReceiveOptions, Way};
 use millpond_ipc::wire::Role;
 use serde_json::value::RawValue;
 use serde_json::Value;
@@ -128,7 +128,15 @@ impl Party {
     }
 
     pub(super) fn outgoing(&self, addr: u64, bytes: u64) -> Outgoing {
-        Outgoing { addr, bytes, place: self.place, stream: self.gpu.then_some(self.stream), import: None, read_only: false, way: Way::Found }
+        Outgoing {
+            addr,
+            bytes,
+            place: self.place,
+            stream: self.gpu.then_some(self.stream),
+            import: None,
+            read_only: false,
+            way: Way::Found,
+        }
     }
 
     pub(super) fn send(&self, channel: &Channel, tensors: &[Outgoing]) -> Result<(), String> {

@@ -1,0 +1,93 @@
+//! Traces out of recordings: what a process's allocator did, as one of RMM's logs.
+
+use std::collections::{BTreeMap, HashSet};
+use std::io::{Result, Write};
+
+use super::{Action, Event, Recorder};
+use crate::record::{Kind, Recording};
+
+/// What one process did on one device.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Recorded {
+    /// The GPU as that process counts; -1: the host device.
+    pub device: i16,
+    /// Its allocations and frees. A free of a block that was there before the recording is left out.
+    pub events: Vec<Event>,
+    /// Of each event: the thread, and the seconds since 1970.
+    pub when: Vec<(u32, f64)>,
+}
+
+/// The traces in a recording, one for each device.
+#[must_use]
+pub fn recorded(recording: &Recording) -> Vec<Recorded> {
+    let mut live = HashSet::new();
+    let mut devices: BTreeMap<i16, Recorded> = BTreeMap::new();
+    for event in &recording.events {
+        let action = match event.kind {
+            Kind::Allocate if live.insert((event.device, event.addr)) => Action::Allocate,
+            Kind::Free if live.remove(&(event.device, event.addr)) => Action::Free,
+            Kind::OutOfMemory => Action::AllocateFailure,
+            _ => continue,
+        };
+        let made = || Recorded { device: event.device, events: Vec::new(), when: Vec::new() };
+        let of = devices.entry(event.device).or_insert_with(made);
+        let nanoseconds = recording.began_wall.wrapping_add(event.time.wrapping_sub(recording.began));
+        of.when.push((event.thread, nanoseconds as f64 / 1e9));
+        let line = of.events.len() as u64 + 2;
+        of.events.push(Event { line, action, pointer: event.addr, bytes: event.bytes, stream: event.stream });
+    }
+    devices.into_values().collect()
+}
+
+impl Recorded {
+    /// Writes it as a log of RMM, with its header.
+    ///
+    /// # Errors
+    /// What the writer says.
+    pub fn write<W: Write + Send>(&self, out: W) -> Result<W> {
+        let recorder = Recorder::new(out)?;
+        for (event, (thread, seconds)) in self.events.iter().zip(&self.when) {
+            recorder.write(u64::from(*thread), *seconds, event)?;
+        }
+        recorder.finish()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use super::super::parse;
+    use super::*;
+    use crate::record;
+
+    #[test]
+    fn a_recording_becomes_a_trace_for_each_device() {
+        let event = |kind, device, addr| record::Event {
+            time: 5_000_000_000,
+            thread: 9,
+            addr,
+            bytes: 100,
+            stream: 0x30,
+            ..record::Event::new(kind, device)
+        };
+        let recording = Recording {
+            began: 3_000_000_000,
+            began_wall: 3_600_000_000_000,
+            events: vec![
+                event(Kind::Free, 0, 7),
+                event(Kind::Grow, 0, 512),
+                event(Kind::Allocate, 0, 512),
+                event(Kind::Allocate, -1, 512),
+                event(Kind::Free, 0, 512),
+                event(Kind::OutOfMemory, 0, 0),
+            ],
+            ..Recording::default()
+        };
+        let traces = recorded(&recording);
+        assert_eq!(traces.iter().map(|trace| (trace.device, trace.events.len())).collect::<Vec<_>>(), [(-1, 1), (0, 3)]);
+        let text = String::from_utf8(traces[1].write(Vec::new()).unwrap()).unwrap();
+        assert!(text.contains("\n9,01:00:02.000000,allocate,0x200,100,0x30\n"), "{text}");
+        assert_eq!(parse(&text).unwrap(), traces[1].events, "what is replayed is what is written");
+    }
+}

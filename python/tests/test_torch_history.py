@@ -1,0 +1,152 @@
+"""torch's memory history, over real blocks of the host driver in the place of a GPU's: torch's own viewer reads it."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+from conftest import native
+
+torch = pytest.importorskip("torch")
+if torch.version.cuda is None:
+    pytest.skip("this torch is built without CUDA", allow_module_level=True)
+pytestmark = native
+
+HOST_AS_GPU = """
+import pickle, sys, tempfile, os, torch, millpond
+from millpond import _native, _torch_stats, _torch_trace
+arena = millpond.Arena(limit="256MiB", driver="host", chunk_bytes="32MiB")
+library, real = _native.library(), _native.control
+def control(op, **fields):
+    if "device" in fields:
+        fields["device"] = -1
+    return real(op, **fields)
+_native.control = control
+torch.cuda.is_initialized = torch.cuda.memory.is_initialized = lambda: True
+torch.cuda.device_count = lambda: 1
+_torch_stats.install()
+memory = torch.cuda.memory
+def innermost(size=4096):
+    return library.allocate(-1, size, 0)
+def actions(snapshot):
+    return [e["action"] for e in snapshot["device_traces"][0]]
+"""
+
+
+def run(code):
+    done = subprocess.run([sys.executable, "-c", HOST_AS_GPU + code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_a_snapshot_with_its_history_is_what_torch_s_viewer_reads():
+    out = run(
+        """
+assert memory._snapshot()["device_traces"] == [[]]
+memory._record_memory_history(max_entries=1000, stacks="python")
+assert torch._C._cuda_isHistoryEnabled()
+kept, gone, large = innermost(3000), innermost(5000), innermost(9 << 20)
+library.deallocate(gone)
+path = os.path.join(tempfile.mkdtemp(), "s.pickle")
+memory._dump_snapshot(path)
+snapshot = pickle.load(open(path, "rb"))
+assert actions(snapshot) == ["segment_alloc", "alloc", "alloc", "alloc", "free_requested", "free_completed"], actions(snapshot)
+trace = snapshot["device_traces"][0]
+allocated = trace[1]
+assert (allocated["addr"], allocated["size"], allocated["stream"]) == (kept, 3000, 0)
+assert [f["name"] for f in allocated["frames"][:2]] == ["innermost", "<module>"] and set(allocated["frames"][0]) == {"filename", "line", "name"}
+import time
+assert abs(allocated["time_us"] / 1e6 - time.time()) < 60
+(segment,) = snapshot["segments"]
+blocks = {b["address"]: b for b in segment["blocks"]}
+assert blocks[kept]["frames"] == allocated["frames"] and blocks[kept]["state"] == "active_allocated"
+assert blocks[gone]["frames"] == [] and blocks[gone]["state"] == "inactive"
+assert segment["frames"][0]["name"] == "innermost"
+
+from torch.cuda import _memory_viz as viz
+text = viz.trace(snapshot)
+assert "6 entries" in text and "cudaMalloc" in text and "free completed" in text, text
+for page in (viz.trace_plot(snapshot), viz.trace_plot(snapshot, plot_segments=True), viz.trace_plot(snapshot, filter_freed=True), viz.segment_plot(snapshot)):
+    assert "snapshot.pickle" in page
+flames = viz.memory(snapshot, format_flamegraph=lambda text: text)
+assert ":innermost 3000\\n" in flames, flames
+assert "innermost" in viz.segments(snapshot, format_flamegraph=lambda text: text)
+assert "total_reserved" in viz.segsum(snapshot)
+viz.compare(snapshot["segments"], memory._snapshot()["segments"], format_flamegraph=lambda text: text)
+print("fine")
+"""
+    )
+    assert out.endswith("fine")
+
+
+def test_the_arguments_mean_what_torch_means_by_them():
+    run(
+        """
+def frames_of(event, snapshot):
+    return [bool(e["frames"]) for e in snapshot["device_traces"][0] if e["action"] == event]
+def pair():
+    library.deallocate(innermost())
+innermost()
+memory._record_memory_history("all", context=None)
+pair()
+assert frames_of("alloc", memory._snapshot()) == [False]
+memory._record_memory_history("all", context="alloc", clear_history=True)
+pair()
+assert frames_of("alloc", memory._snapshot()) == [True] and frames_of("free_requested", memory._snapshot()) == [False]
+memory._record_memory_history(clear_history=True)
+pair()
+s = memory._snapshot()
+assert frames_of("alloc", s) == [True], s["device_traces"]
+memory._record_memory_history(max_entries=3)
+[pair() for _ in range(5)]
+assert actions(memory._snapshot()) == ["alloc", "free_requested", "free_completed"]
+memory._record_memory_history(max_entries=100, skip_actions=["free_requested"])
+assert "free_requested" not in actions(memory._snapshot()) and "free_completed" in actions(memory._snapshot())
+memory._record_memory_history("state")
+live = innermost()
+s = memory._snapshot()
+assert actions(s) == []
+assert [b["frames"][0]["name"] for seg in s["segments"] for b in seg["blocks"] if b["address"] == live] == ["innermost"]
+memory._record_memory_history(None)
+assert not torch._C._cuda_isHistoryEnabled() and actions(memory._snapshot()) == []
+pair()
+assert real("recording", device=-1)["on"] is False
+# The signature of before torch 2.1.
+memory._record_memory_history(True, trace_alloc_max_entries=100, trace_alloc_record_context=True)
+pair()
+assert actions(memory._snapshot()) == ["alloc", "free_requested", "free_completed"]
+memory._record_memory_history(False)
+assert not torch._C._cuda_isHistoryEnabled()
+for bad in (dict(enabled="some"), dict(context="everything"), dict(stacks="c")):
+    try:
+        memory._record_memory_history(**bad)
+    except millpond.InvalidArgument as e:
+        assert "one of" in str(e)
+    else:
+        raise AssertionError(bad)
+"""
+    )
+
+
+def test_out_of_memory_and_chunks_that_go_back_are_in_it():
+    run(
+        """
+memory._record_memory_history()
+address = innermost(20 << 20)
+try:
+    library.allocate(-1, 1 << 40, 0) or _native.raise_last("allocate")
+except Exception:
+    pass
+library.deallocate(address)
+import time
+end = time.monotonic() + 20
+while "segment_free" not in actions(memory._snapshot()):
+    real("trim", device=-1)
+    assert time.monotonic() < end
+trace = memory._snapshot()["device_traces"][0]
+oom = [e for e in trace if e["action"] == "oom"]
+assert [e["size"] for e in oom] == [1 << 40] and "addr" not in oom[0] and "device_free" in oom[0]
+from torch.cuda import _memory_viz as viz
+assert "OutOfMemoryError" in viz.trace(memory._snapshot()) and "cudaFree" in viz.trace(memory._snapshot())
+"""
+    )
