@@ -10,7 +10,7 @@ use std::sync::Arc;
 
 use parking_lot::Mutex;
 
-use crate::driver::{Addr, Capture, CuResult, Driver, DriverError, Stream, StreamId};
+use crate::driver::{Addr, CuResult, Driver, DriverError, Stream, StreamId};
 
 /// What a dead client's word holds. Values stay below it for ever (2⁶² signals), and waits compare cyclically, so it
 /// releases them all.
@@ -178,10 +178,7 @@ impl Timelines {
     /// # Errors
     /// [`TimelineError::Capturing`], or what the driver says; then no value was assigned.
     pub fn signal(&self, stream: Stream) -> Result<Signal, TimelineError> {
-        if self.driver.stream_capture(stream)? != Capture::None {
-            return Err(TimelineError::Capturing);
-        }
-        let id = self.driver.stream_id(stream)?;
+        let id = self.driver.stream_identity(stream)?.ok_or(TimelineError::Capturing)?;
         // Assigning the value and queueing its write are one step, so that values never go back.
         let mut inner = self.inner.lock();
         let (timeline, shared) = match inner.streams.get(&id) {
@@ -216,10 +213,7 @@ impl Timelines {
             Reached::Never => return Err(TimelineError::Dead(signal)),
             Reached::No => {}
         }
-        if self.driver.stream_capture(stream)? != Capture::None {
-            return Err(TimelineError::Capturing);
-        }
-        let id = self.driver.stream_id(stream)?;
+        let id = self.driver.stream_identity(stream)?.ok_or(TimelineError::Capturing)?;
         let mut inner = self.inner.lock();
         self.driver.wait_value(stream, self.address(signal.timeline), signal.value)?;
         inner.waits.insert(id, signal);

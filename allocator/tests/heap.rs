@@ -215,6 +215,40 @@ fn streams_that_come_and_go_leave_nothing_behind() {
 }
 
 #[test]
+fn the_block_that_was_freed_last_is_found_by_whoever_looks() {
+    let lab = Lab::new();
+    let (one, two) = (lab.stream(), lab.stream());
+    let block = lab.alloc(MIB, one);
+    let pin = lab.heap.pin(block).unwrap();
+    lab.heap.unpin(pin);
+    lab.free(block);
+    assert_eq!(lab.heap.free(block), Err(HeapError::Foreign { addr: block }), "a second free");
+    assert_eq!(lab.alloc(MIB, one), block, "as it was");
+    // A handle of its former life says nothing of this one.
+    let live = lab.heap.pin(block).unwrap();
+    lab.heap.unpin(pin);
+    lab.free(block);
+    assert_ne!(lab.touch(MIB, one), block, "the live pin still holds it");
+    lab.heap.unpin(live);
+
+    // Another size, another stream, a look from outside, a trim.
+    let block = lab.alloc(MIB, one);
+    lab.free(block);
+    assert_eq!(lab.touch(2 * MIB, one), lab.heap.window().base(), "merged with what lies beside it");
+    lab.free(lab.alloc(MIB, one));
+    lab.heap.regions().iter().flat_map(|region| &region.blocks).for_each(|block| assert!(!block.used && !block.pending, "{block:?}"));
+    lab.free(lab.alloc(MIB, one));
+    assert_eq!(lab.heap.inactive_split(), (0, 0));
+    lab.free(lab.alloc(CHUNK, one));
+    lab.driver.stream_synchronize(one).unwrap();
+    assert_eq!(lab.alloc(CHUNK, two), lab.heap.window().base(), "the other stream has it when the first is through");
+    lab.free(lab.heap.window().base());
+    lab.driver.stream_synchronize(two).unwrap();
+    assert_eq!(lab.heap.empty_cache(), CHUNK);
+    assert_eq!(lab.heap.stats().all.active.current, 0);
+}
+
+#[test]
 fn a_pinned_block_is_kept_when_it_is_freed() {
     let lab = Lab::new();
     let stream = lab.stream();
@@ -228,7 +262,9 @@ fn a_pinned_block_is_kept_when_it_is_freed() {
     lab.heap.unpin(pin);
     assert_ne!(lab.touch(MIB, stream), block, "there is another pin");
     lab.heap.unpin(again);
-    assert_eq!(lab.alloc(MIB, stream), block);
+    let other = lab.alloc(MIB, stream);
+    assert_eq!(lab.alloc(MIB, stream), block, "the last one freed comes first, then this");
+    lab.free(other);
     lab.heap.unpin(again);
     lab.heap.unpin(pin);
     assert_ne!(lab.touch(MIB, stream), block, "a pin that has ended says nothing of a new block");

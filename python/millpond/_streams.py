@@ -6,6 +6,9 @@ import sys
 UNKNOWN = 0x7FFFFFFF
 
 _session_gpus = 0
+#: torch's own functions, once it uses CUDA here: each message asks for streams, and finding them costs more than the answer.
+_raw_stream = None
+_count = 0
 
 
 def configure(gpus):
@@ -29,23 +32,28 @@ def torch_cuda():
 
 def current(device):
     """This thread's stream on a GPU (0: the legacy default), 0 for CPU memory."""
-    if device < 0:
+    if device < 0 or (_raw_stream is None and not _find()):
         return 0
-    torch = torch_cuda()
-    if torch is None:
-        return 0
-    return _raw(torch, torch.cuda.current_device() if device == UNKNOWN else device)
+    return _raw_stream(torch_cuda().cuda.current_device() if device == UNKNOWN else device)
 
 
 def all_current():
     """This thread's stream on each GPU; none where torch does not use CUDA in this process."""
+    if _raw_stream is None and not _find():
+        return ()
+    return [_raw_stream(n) for n in range(_count)]
+
+
+def _find():
+    """Whether torch uses CUDA in this process. It does not stop to: in a forked child nothing here works anyway."""
+    global _raw_stream, _count
     torch = torch_cuda()
-    return [_raw(torch, n) for n in range(torch.cuda.device_count())] if torch is not None else ()
-
-
-def _raw(torch, device):
+    if torch is None:
+        return False
+    _count = torch.cuda.device_count()
     get = getattr(torch._C, "_cuda_getCurrentRawStream", None)
-    return get(device) if get is not None else torch.cuda.current_stream(device).cuda_stream
+    _raw_stream = get if get is not None else lambda device: torch.cuda.current_stream(device).cuda_stream
+    return True
 
 
 def handle(stream):

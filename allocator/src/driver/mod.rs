@@ -230,6 +230,18 @@ pub trait Driver: Send + Sync + Debug {
     /// What the driver says.
     fn stream_capture(&self, stream: Stream) -> Result<Capture>;
 
+    /// Who a stream is, unless it is being captured: then asking would end the capture, and the answer is `None`.
+    ///
+    /// # Errors
+    /// What the driver says.
+    fn stream_identity(&self, stream: Stream) -> Result<Option<StreamId>> {
+        match self.stream_capture(stream)? {
+            Capture::None => self.stream_id(stream).map(Some),
+            Capture::Active | Capture::Invalidated => Ok(None),
+        }
+    }
+
+
     /// Queues a copy between any two addresses (device or host).
     ///
     /// # Errors

@@ -21,6 +21,14 @@ pub(super) struct Info {
     pub(super) more: Option<Box<More>>,
 }
 
+/// A block that its owner has freed and that its stream may have again as it is.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Parked {
+    handle: Handle,
+    place: u32,
+    granules: u32,
+}
+
 /// What only few blocks have.
 #[derive(Debug, Default)]
 pub(super) struct More {
@@ -40,7 +48,7 @@ impl Inner {
     /// Makes tables ready for twice the blocks that there are, so that malloc seldom meets memory that was never touched.
     /// Called where time does not matter so much: when the heap grows.
     pub(super) fn prepare(&mut self) {
-        let blocks = usize::try_from(2 * self.stats.all.active.current).unwrap_or(0).saturating_add(READY);
+        let blocks = usize::try_from(2 * self.meter.active_blocks()).unwrap_or(0).saturating_add(READY);
         let vacant = || Info { handle: Handle::NONE, requested: 0, offset: 0, granules: 0, place: 0, pins: 0, freed: true, more: None };
         self.infos.resize_with(self.infos.len().max(blocks), vacant);
         self.tlsf.prepare(u32::try_from(blocks).unwrap_or(u32::MAX));
@@ -69,7 +77,7 @@ impl Inner {
             place.live += 1;
         }
         self.index.insert(allocation.offset, index);
-        self.stats.allocated(u64::from(allocation.granules) * GRANULE, requested);
+        self.meter.allocated(u64::from(allocation.granules) * GRANULE, requested);
     }
 
     /// The live block that starts at a granule.
@@ -84,19 +92,74 @@ impl Inner {
         (offset - info.offset < info.granules).then_some(info)
     }
 
+    /// A block of exactly so many granules for a place: the one that was freed last if it will do, else from the table. Its
+    /// first granule.
+    #[inline]
+    pub(super) fn take(&mut self, place: u32, granules: u32, requested: u64) -> Option<u32> {
+        match self.parked.take() {
+            Some(parked) if parked.place == place && parked.granules == granules => {
+                if let Some(offset) = self.resettle(parked, requested) {
+                    return Some(offset);
+                }
+            }
+            Some(parked) => self.release(parked.handle),
+            None => {}
+        }
+        let allocation = self.tlsf.allocate(self.domain_of(place), granules)?;
+        self.settle(allocation, place, requested);
+        Some(allocation.offset)
+    }
+
+    /// Makes the parked block a live one again, with a handle of its own.
+    #[inline]
+    fn resettle(&mut self, parked: Parked, requested: u64) -> Option<u32> {
+        let handle = self.tlsf.renew(parked.handle)?;
+        let info = self.infos.get_mut(handle.index() as usize)?;
+        (info.handle, info.requested, info.freed) = (handle, requested, false);
+        let (offset, bytes) = (info.offset, info.bytes());
+        self.index.insert(offset, handle.index());
+        self.meter.allocated(bytes, requested);
+        Some(offset)
+    }
+
+    /// Puts the parked block where others find it.
+    #[inline]
+    pub(super) fn unpark(&mut self) {
+        if let Some(parked) = self.parked.take() {
+            self.release(parked.handle);
+        }
+    }
+
     /// The owner of the block that starts at a granule is done with it on the host. False if none does.
+    ///
+    /// If nobody else uses it, it is parked: the next malloc has often the same size and stream, and gets it as it is. Whoever
+    /// looks for free blocks ends that first.
     #[inline]
     pub(super) fn free(&mut self, offset: u32) -> bool {
         let Some(info) = self.index.remove(offset).and_then(|index| self.infos.get_mut(index as usize)) else { return false };
         info.freed = true;
-        self.stats.freed(info.bytes(), info.requested);
-        let (handle, pinned, plain) = (info.handle, info.pins > 0, info.more.is_none());
+        let (handle, bytes, requested) = (info.handle, info.bytes(), info.requested);
+        let (pinned, plain, parked) = (info.pins > 0, info.more.is_none(), Parked { handle, place: info.place, granules: info.granules });
+        self.meter.freed(bytes, requested);
         if plain && !pinned {
-            self.release(handle);
-        } else if !pinned {
+            if let Some(before) = self.parked.replace(parked) {
+                self.release(before.handle);
+            }
+            return true;
+        }
+        self.meter.held(bytes);
+        if !pinned {
             self.unused(handle, self.streams.mark());
         }
         true
+    }
+
+    /// Nobody uses a freed block any more that was held.
+    fn let_go(&mut self, handle: Handle) {
+        if let Some(bytes) = self.infos.get(handle.index() as usize).map(Info::bytes) {
+            self.meter.let_go(bytes);
+        }
+        self.release(handle);
     }
 
     /// Nobody holds the block any more; streams may still use it.
@@ -108,7 +171,7 @@ impl Inner {
             }
             self.streams.unused(stream);
         }
-        self.release(handle);
+        self.let_go(handle);
     }
 
     /// Frees what has waited long enough for other streams.
@@ -145,7 +208,7 @@ impl Inner {
                 if let (Some(to), true) = (self.places.get_mut(to), from != to) {
                     to.live += 1;
                 }
-                self.release(handle);
+                self.let_go(handle);
             }
         }
     }
@@ -172,7 +235,6 @@ impl Inner {
                 }
             }
         }
-        self.stats.inactive(bytes);
         self.streams.freed(stream, bytes);
     }
 

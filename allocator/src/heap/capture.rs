@@ -65,7 +65,7 @@ impl Heap {
     /// A capture begins: what capturing streams allocate from here on belongs to the pool. Call it before the capture begins,
     /// in the thread that begins it.
     pub fn begin_pool(&self, pool: PoolId) {
-        let mut inner = self.inner.lock();
+        let mut inner = self.whole();
         let here = thread::current().id();
         // One thread captures once at a time, so an earlier capture of this one has failed.
         inner.pools.active.retain(|active| active.thread != here);
@@ -82,7 +82,7 @@ impl Heap {
 
     /// The capture has ended, well or not. The pool stays private.
     pub fn end_pool(&self, pool: PoolId) {
-        let mut inner = self.inner.lock();
+        let mut inner = self.whole();
         let here = thread::current().id();
         let active = &inner.pools.active;
         let own = active.iter().rposition(|active| active.pool == pool && active.thread == here);
@@ -94,7 +94,7 @@ impl Heap {
 
     /// One graph of the pool is gone. With the last, the pool's bytes are everybody's, once what runs now is over.
     pub fn release_pool(&self, pool: PoolId) {
-        let mut inner = self.inner.lock();
+        let mut inner = self.whole();
         match inner.pools.uses.get_mut(&pool) {
             Some(uses) if *uses > 1 => *uses -= 1,
             Some(_) => inner.dissolve(pool),

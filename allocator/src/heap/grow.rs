@@ -16,14 +16,14 @@ impl Heap {
     pub(super) fn grow(&self, request: Request) -> Result<Addr, HeapError> {
         let chunks = self.ask(request)?;
         self.map(&chunks, request)?;
-        let mut inner = self.inner.lock();
+        let mut inner = self.whole();
         let inner = &mut *inner;
         let place = inner.place(request.id, request.capturing);
         let domain = inner.domain_of(place);
         for (chunk, _) in &chunks {
             inner.add_chunk(*chunk, domain);
         }
-        inner.stats.growths += 1;
+        inner.meter.growths += 1;
         inner.prepare();
         let found = if request.bytes > self.config.chunk_bytes {
             inner.free_run(place, request, u64::MAX)
@@ -46,7 +46,7 @@ impl Heap {
         let unit = self.driver.device().granularity.max(1);
         let exact = request.bytes.div_ceil(unit).saturating_mul(unit);
         let limit = self.limit.load(Ordering::Relaxed);
-        let reserved = self.inner.lock().stats.all.reserved_bytes.current;
+        let reserved = self.inner.lock().meter.reserved_bytes();
         let room = limit.saturating_sub(reserved);
         if exact > room {
             return Err(self.out_of_memory(request.bytes, Some(limit), "It is this process's own limit.".to_owned()));
@@ -98,7 +98,7 @@ impl Inner {
         let offset = (chunk.offset / GRANULE) as u32;
         self.index.reach((chunk.end() / GRANULE) as u32);
         self.chunks.insert(offset, chunk);
-        self.stats.reserved(chunk.bytes);
+        self.meter.reserve(chunk.bytes);
         self.add_free(chunk, domain, 0);
     }
 

@@ -35,14 +35,14 @@ impl Heap {
             return Ok(addr);
         }
         let retried = self.wait_on_others(request).map_or_else(|| self.give_back_and_grow(request), Ok);
-        let mut inner = self.inner.lock();
+        let mut inner = self.whole();
         match &retried {
             Ok(_) => {
-                inner.stats.retries += 1;
+                inner.meter.retries += 1;
                 // What was to be given back later was for this block.
                 inner.trim_wanted = 0;
             }
-            Err(HeapError::OutOfMemory(_)) => inner.stats.out_of_memory += 1,
+            Err(HeapError::OutOfMemory(_)) => inner.meter.out_of_memory += 1,
             Err(_) => {}
         }
         self.publish(&inner);
@@ -72,13 +72,13 @@ impl Heap {
 
     /// Whether bytes may lie where this stream does not look first.
     fn has_others(&self) -> bool {
-        let inner = self.inner.lock();
+        let inner = self.whole();
         inner.places.len() - inner.vacant.len() > 2 || inner.streams.any_waiting() || !inner.tlsf.is_empty(inner.domain_of(0))
     }
 
     /// What is free for this stream now: its own, then what others have finished with.
     fn search(&self, request: Request) -> Option<Addr> {
-        let mut inner = self.inner.lock();
+        let mut inner = self.whole();
         inner.streams.poll();
         inner.settle_waiting();
         let place = inner.place(request.id, request.capturing);
@@ -116,7 +116,7 @@ impl Heap {
         if request.capturing || self.any_unmet() {
             return None;
         }
-        let mut inner = self.inner.lock();
+        let mut inner = self.whole();
         let inner = &mut *inner;
         let place = inner.place(request.id, request.capturing);
         if request.bytes <= self.config.chunk_bytes {
@@ -152,7 +152,7 @@ impl Heap {
             return false;
         }
         let (stream, mark) = {
-            let mut inner = self.inner.lock();
+            let mut inner = self.whole();
             let place = inner.place(request.id, false);
             let stream = inner.stream_of(place);
             let mark = inner.streams.mark();
@@ -163,7 +163,7 @@ impl Heap {
         };
         let start = Instant::now();
         for pause in 0.. {
-            let mut inner = self.inner.lock();
+            let mut inner = self.whole();
             inner.streams.poll();
             if inner.streams.done(stream) >= mark {
                 break;
@@ -183,15 +183,15 @@ impl Heap {
     }
 
     pub(super) fn out_of_memory(&self, asked: u64, limit: Option<u64>, detail: String) -> HeapError {
-        let inner = self.inner.lock();
+        let inner = self.whole();
         let device = self.driver.device();
         HeapError::OutOfMemory(Box::new(OutOfMemory {
             asked,
             device: if self.driver.is_host() { device.name.clone() } else { format!("GPU {}", device.ordinal) },
             total: device.total_bytes,
             limit: limit.filter(|limit| *limit != u64::MAX),
-            allocated: inner.stats.all.allocated_bytes.current,
-            reserved: inner.stats.all.reserved_bytes.current,
+            allocated: inner.meter.allocated_bytes(),
+            reserved: inner.meter.reserved_bytes(),
             largest_free: u64::from(inner.tlsf.largest_free()) * GRANULE,
             detail,
         }))

@@ -11,6 +11,7 @@ mod grow;
 mod index;
 mod local;
 mod lock;
+mod meter;
 mod miss;
 mod places;
 mod source;
@@ -34,14 +35,15 @@ use std::time::Duration;
 
 use parking_lot::Mutex;
 
-use crate::driver::{Addr, Capture, Driver, Stream, StreamId};
+use crate::driver::{Addr, Driver, Stream, StreamId};
 use crate::timeline::Timelines;
 use crate::tlsf::{Handle, Tlsf, GRANULE};
 use crate::window::{Chunk, Window};
-use block::Info;
+use block::{Info, Parked};
 use capture::Pools;
 use index::Index;
-use lock::Lock;
+use lock::{Guard, Lock};
+use meter::Meter;
 use places::Place;
 use streams::Streams;
 
@@ -107,7 +109,9 @@ struct Inner {
     infos: Vec<Info>,
     /// By first granule.
     chunks: BTreeMap<u32, Chunk>,
-    stats: Stats,
+    meter: Meter,
+    /// The block that was freed last, if nobody uses it: to its table it is still used. See [`Inner::free`].
+    parked: Option<Parked>,
     live: Live,
     /// Bytes that are to be given back when no queued work can reach them any more.
     trim_wanted: u64,
@@ -133,7 +137,8 @@ impl Heap {
             index: Index::default(),
             infos: Vec::new(),
             chunks: BTreeMap::new(),
-            stats: Stats::default(),
+            meter: Meter::default(),
+            parked: None,
             live: Live::default(),
             trim_wanted: 0,
         };
@@ -219,10 +224,9 @@ impl Heap {
             let _ = inner.streams.record(number, stream);
         }
         if bytes <= self.config.chunk_bytes {
-            if let Some(allocation) = inner.tlsf.allocate(inner.domain_of(place), granules) {
-                inner.settle(allocation, place, bytes);
+            if let Some(offset) = inner.take(place, granules, bytes) {
                 self.publish(inner);
-                return Ok(self.window.base() + u64::from(allocation.offset) * GRANULE);
+                return Ok(self.window.base() + u64::from(offset) * GRANULE);
             }
         }
         drop(guard);
@@ -233,7 +237,7 @@ impl Heap {
     fn larger_than_window(&self, bytes: u64) -> HeapError {
         let error = self.out_of_memory(bytes, None, "It is larger than any window.".to_owned());
         let mut inner = self.inner.lock();
-        inner.stats.out_of_memory += 1;
+        inner.meter.out_of_memory += 1;
         self.publish(&inner);
         error
     }
@@ -242,8 +246,11 @@ impl Heap {
     /// whether torch has told us of the capture or not: it lives, so its handle will do. The legacy stream never captures.
     #[inline]
     fn identify(&self, stream: Stream) -> Result<(StreamId, bool), HeapError> {
-        let capturing = !matches!(stream.0, 0 | 1) && self.driver.stream_capture(stream)? != Capture::None;
-        Ok((if capturing { captured(stream) } else { self.driver.stream_id(stream)? }, capturing))
+        if matches!(stream.0, 0 | 1) {
+            return Ok((self.driver.stream_id(stream)?, false));
+        }
+        let id = self.driver.stream_identity(stream)?;
+        Ok((id.unwrap_or_else(|| captured(stream)), id.is_none()))
     }
 
     /// Frees a block. Its bytes are its stream's again at once, and others' when that stream has come past this moment.
@@ -311,7 +318,7 @@ impl Heap {
     /// them, records what no stream's own call recorded, goes on with trims, forgets streams that do not come back.
     pub fn tick(&self) {
         let trim = {
-            let mut inner = self.inner.lock();
+            let mut inner = self.whole();
             inner.streams.poll();
             inner.settle_waiting();
             inner.retire();
@@ -327,6 +334,13 @@ impl Heap {
         }
     }
 
+    /// The heap with every free block where others find it: what everything but malloc and free themselves starts from.
+    fn whole(&self) -> Guard<'_, Inner> {
+        let mut inner = self.inner.lock();
+        inner.unpark();
+        inner
+    }
+
     /// The granule of the window that an address lies in.
     #[inline]
     fn granule(&self, addr: Addr) -> Option<u32> {
@@ -336,13 +350,13 @@ impl Heap {
     #[inline]
     fn publish(&self, inner: &Inner) {
         if let Some(sink) = &self.sink {
-            let all = &inner.stats.all;
+            let meter = &inner.meter;
             sink.publish(&Live {
-                allocated: all.allocated_bytes.current,
-                peak: all.allocated_bytes.peak,
-                blocks: all.allocation.current,
-                requested: all.requested_bytes.current,
-                out_of_memory: inner.stats.out_of_memory,
+                allocated: meter.allocated_bytes(),
+                peak: meter.peak_bytes(),
+                blocks: meter.blocks(),
+                requested: meter.requested_bytes(),
+                out_of_memory: meter.out_of_memory,
                 ..inner.live
             });
         }

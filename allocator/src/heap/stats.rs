@@ -73,9 +73,6 @@ impl PoolStats {
     }
 }
 
-/// Blocks up to this size count as small, as in torch.
-pub(super) const SMALL: u64 = 1 << 20;
-
 /// A heap's counters.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Stats {
@@ -96,84 +93,24 @@ pub struct Stats {
 }
 
 impl Stats {
-    fn of(&mut self, bytes: u64) -> [&mut PoolStats; 2] {
-        [&mut self.all, if bytes <= SMALL { &mut self.small } else { &mut self.large }]
-    }
-
-    pub(super) fn allocated(&mut self, bytes: u64, requested: u64) {
-        for pool in self.of(bytes) {
-            pool.allocation.add(1);
-            pool.allocated_bytes.add(bytes);
-            pool.requested_bytes.add(requested);
-            pool.active.add(1);
-            pool.active_bytes.add(bytes);
-        }
-    }
-
-    pub(super) fn freed(&mut self, bytes: u64, requested: u64) {
-        for pool in self.of(bytes) {
-            pool.allocation.sub(1);
-            pool.allocated_bytes.sub(bytes);
-            pool.requested_bytes.sub(requested);
-        }
-    }
-
-    pub(super) fn inactive(&mut self, bytes: u64) {
-        for pool in self.of(bytes) {
-            pool.active.sub(1);
-            pool.active_bytes.sub(bytes);
-        }
-    }
-
-    pub(super) fn reserved(&mut self, bytes: u64) {
-        for pool in [&mut self.all, &mut self.large] {
-            pool.segment.add(1);
-            pool.reserved_bytes.add(bytes);
-        }
-    }
-
-    pub(super) fn unreserved(&mut self, bytes: u64) {
-        for pool in [&mut self.all, &mut self.large] {
-            pool.segment.sub(1);
-            pool.reserved_bytes.sub(bytes);
-        }
-    }
-
-    pub(super) fn reset_peaks(&mut self) {
-        for pool in [&mut self.all, &mut self.small, &mut self.large] {
-            pool.each().into_iter().for_each(|stat| stat.peak = stat.current);
-        }
-    }
-
     /// The counters since `begin` alone: peaks as they are (they were reset then), totals as differences.
     pub(super) fn since(mut self, begin: &Self) -> Self {
-        self.pairs(begin, |now, then| {
-            now.allocated = now.allocated.saturating_sub(then.allocated);
-            now.freed = now.freed.saturating_sub(then.freed);
-        });
-        self.retries = self.retries.saturating_sub(begin.retries);
-        self.out_of_memory = self.out_of_memory.saturating_sub(begin.out_of_memory);
-        self.growths = self.growths.saturating_sub(begin.growths);
-        self.trims = self.trims.saturating_sub(begin.trims);
+        self.subtract(begin);
         self
     }
 
-    /// Peaks that were reset are no lower than they were before.
-    pub(super) fn raise_peaks(&mut self, before: &Self) {
-        self.pairs(before, |now, then| now.peak = now.peak.max(then.peak));
-    }
-
-    fn pairs(&mut self, other: &Self, f: impl Fn(&mut Stat, &Stat)) {
-        let mut other = *other;
-        for (mine, theirs) in [(&mut self.all, &mut other.all), (&mut self.small, &mut other.small), (&mut self.large, &mut other.large)] {
-            mine.each().into_iter().zip(theirs.each()).for_each(|(mine, theirs)| f(mine, theirs));
+    /// Takes the totals of an earlier moment away.
+    pub(super) fn subtract(&mut self, earlier: &Self) {
+        let mut then = *earlier;
+        for (mine, theirs) in [(&mut self.all, &mut then.all), (&mut self.small, &mut then.small), (&mut self.large, &mut then.large)] {
+            for (now, then) in mine.each().into_iter().zip(theirs.each()) {
+                now.allocated = now.allocated.saturating_sub(then.allocated);
+                now.freed = now.freed.saturating_sub(then.freed);
+            }
         }
-    }
-
-    pub(super) fn reset_accumulated(&mut self) {
-        for pool in [&mut self.all, &mut self.small, &mut self.large] {
-            pool.each().into_iter().for_each(|stat| (stat.allocated, stat.freed) = (0, 0));
-        }
-        (self.retries, self.out_of_memory) = (0, 0);
+        self.retries = self.retries.saturating_sub(earlier.retries);
+        self.out_of_memory = self.out_of_memory.saturating_sub(earlier.out_of_memory);
+        self.growths = self.growths.saturating_sub(earlier.growths);
+        self.trims = self.trims.saturating_sub(earlier.trims);
     }
 }

@@ -14,12 +14,12 @@ impl Heap {
     /// streams may still use goes later, from [`Heap::tick`].
     pub fn trim(&self, bytes: u64) -> u64 {
         let taken = {
-            let mut inner = self.inner.lock();
+            let mut inner = self.whole();
             inner.streams.poll();
             inner.settle_waiting();
             inner.merge_ready();
             let taken = inner.take_free_chunks(bytes);
-            inner.stats.trims += u64::from(!taken.is_empty());
+            inner.meter.trims += u64::from(!taken.is_empty());
             inner.live.largest_free = u64::from(inner.tlsf.largest_free()) * GRANULE;
             if inner.trim_wanted > 0 && !inner.streams.context_pending() {
                 inner.streams.record_context();
@@ -33,7 +33,7 @@ impl Heap {
                 Ok(_) => gone.push(chunk),
                 Err(error) => {
                     tracing::error!(epoch = chunk.epoch, %error, "a chunk could not be unmapped");
-                    let mut inner = self.inner.lock();
+                    let mut inner = self.whole();
                     let limbo = inner.domain_of(0);
                     inner.add_chunk(chunk, limbo);
                 }
@@ -55,7 +55,7 @@ impl Heap {
     /// Looks whether everything queued so far is over already. True if anything new was found to be.
     pub(super) fn glance(&self) -> bool {
         {
-            let mut inner = self.inner.lock();
+            let mut inner = self.whole();
             inner.streams.poll();
             // One in flight says that the device is busy; a newer one would say no more.
             if inner.streams.context_pending() || inner.streams.record_context().is_none() {
@@ -104,7 +104,7 @@ impl Inner {
         }
         for chunk in &taken {
             self.chunks.remove(&((chunk.offset / GRANULE) as u32));
-            self.stats.unreserved(chunk.bytes);
+            self.meter.unreserve(chunk.bytes);
         }
         self.trim_wanted = bytes.saturating_sub(sum).min(later);
         taken

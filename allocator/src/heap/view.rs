@@ -42,13 +42,13 @@ impl Heap {
     /// The counters.
     #[must_use]
     pub fn stats(&self) -> Stats {
-        self.inner.lock().stats
+        self.inner.lock().meter.stats()
     }
 
     /// Bytes of free pieces in chunks that are partly used, and how many pieces they are.
     #[must_use]
     pub fn inactive_split(&self) -> (u64, u64) {
-        let inner = self.inner.lock();
+        let inner = self.whole();
         let split = inner.tlsf.regions().filter(|(_, _, free)| free.is_none());
         let pieces = split.flat_map(|(offset, ..)| inner.tlsf.blocks(offset)).filter(|block| !block.used);
         pieces.fold((0, 0), |(bytes, pieces), block| (bytes + u64::from(block.granules) * GRANULE, pieces + 1))
@@ -57,7 +57,7 @@ impl Heap {
     /// The largest free block, in bytes: of any stream's.
     #[must_use]
     pub fn largest_free(&self) -> u64 {
-        u64::from(self.inner.lock().tlsf.largest_free()) * GRANULE
+        u64::from(self.whole().tlsf.largest_free()) * GRANULE
     }
 
     /// Begins a part of the program whose peaks and counts are wanted by themselves: peaks start again from what is. Parts nest.
@@ -65,8 +65,8 @@ impl Heap {
     #[must_use]
     pub fn begin_scope(&self) -> Stats {
         let mut inner = self.inner.lock();
-        let begin = inner.stats;
-        inner.stats.reset_peaks();
+        let begin = inner.meter.stats();
+        inner.meter.reset_peaks();
         begin
     }
 
@@ -74,19 +74,19 @@ impl Heap {
     #[must_use]
     pub fn end_scope(&self, begin: &Stats) -> Stats {
         let mut inner = self.inner.lock();
-        let scope = inner.stats.since(begin);
-        inner.stats.raise_peaks(begin);
+        let scope = inner.meter.stats().since(begin);
+        inner.meter.raise_peaks(begin);
         scope
     }
 
     /// Sets peaks to what is.
     pub fn reset_peaks(&self) {
-        self.inner.lock().stats.reset_peaks();
+        self.inner.lock().meter.reset_peaks();
     }
 
     /// Sets totals to nothing.
     pub fn reset_accumulated(&self) {
-        self.inner.lock().stats.reset_accumulated();
+        self.inner.lock().meter.reset_accumulated();
     }
 
     /// The chunks, by address.
@@ -107,7 +107,7 @@ impl Heap {
     /// Every region and its blocks, by address.
     #[must_use]
     pub fn regions(&self) -> Vec<RegionView> {
-        let inner = self.inner.lock();
+        let inner = self.whole();
         let base = self.window.base();
         let view = |block: crate::tlsf::Block| {
             let live = inner.live(block.offset).filter(|_| block.used);

@@ -209,6 +209,13 @@ impl Tlsf {
         Ok(())
     }
 
+    /// Ends one use of a block and begins another, as if it had been given back and handed out again. `None` for a stale handle.
+    pub fn renew(&mut self, handle: Handle) -> Option<Handle> {
+        self.nodes.used(handle)?;
+        self.nodes.mark_free(handle.index);
+        Some(self.nodes.mark_used(handle.index))
+    }
+
     /// The block that `handle` names.
     ///
     /// # Errors

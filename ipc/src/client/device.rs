@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use millpond_allocator::driver::host::{HostConfig, HostPlatform};
 use millpond_allocator::driver::{
-    cuda::CudaPlatform, Access, Addr, Capture, DeviceId, Driver, DriverError, Event, Platform, Stream, StreamId,
+    cuda::CudaPlatform, Access, Addr, DeviceId, Driver, DriverError, Event, Platform, Stream, StreamId,
 };
 use millpond_allocator::heap::{ChunkSource, GrowError, Heap, HeapConfig, Live, LiveSink};
 use millpond_allocator::timeline::{Slots, TimelineError, Timelines, Word};
@@ -300,10 +300,7 @@ pub(super) struct Range<'a> {
 impl Opened {
     /// Who a stream is. Refused while it is captured: a replay would neither wait nor signal again.
     pub(super) fn identify(&self, stream: Stream) -> Result<StreamId, Error> {
-        if self.driver.stream_capture(stream)? != Capture::None {
-            return Err(TimelineError::Capturing.into());
-        }
-        Ok(self.driver.stream_id(stream)?)
+        Ok(self.driver.stream_identity(stream)?.ok_or(TimelineError::Capturing)?)
     }
 
     /// Where a range of a window is mapped here, after what is missing of it has been mapped. `in_use`: whether anything else

@@ -270,6 +270,25 @@ impl Driver for CudaDriver {
         })
     }
 
+    fn stream_identity(&self, stream: Stream) -> Result<Option<StreamId>> {
+        // Every malloc on a stream that was created asks this, so the context is looked up once.
+        let _current = self.context.enter("cuStreamIsCapturing")?;
+        let mut status = 0;
+        // SAFETY: the driver writes one int; the trait's rule: streams are passed alive.
+        unsafe { self.api.cuStreamIsCapturing(raw(stream), &mut status) }?;
+        if status != CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE as u32 {
+            return Ok(None);
+        }
+        if matches!(stream.0, 0 | 1) {
+            return Ok(Some(StreamId(0)));
+        }
+        let _mode = Relaxed::enter(&self.api);
+        let mut id = 0;
+        // SAFETY: as above.
+        unsafe { self.api.cuStreamGetId(raw(stream), &mut id) }?;
+        Ok(Some(StreamId(id)))
+    }
+
     fn copy(&self, dst: Addr, src: Addr, bytes: u64, stream: Stream) -> Result<()> {
         let _current = self.context.enter("cuMemcpyAsync")?;
         // SAFETY: the driver checks the ranges that it knows; host ranges are the caller's. Streams are passed alive.
