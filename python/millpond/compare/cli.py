@@ -101,7 +101,8 @@ def compare(options, say):
             for section in sections:
                 started[section] = start(section, options, work, bump, found["cannot"])
             # All are up before any is measured: what comes up disturbs.
-            measured = {section: conductor.come_up(started[section], options, end) for section in sections}
+            soon = time.monotonic() + 0.6 * (end - time.monotonic())
+            measured = {section: conductor.come_up(started[section], options, soon) for section in sections}
             for number, section in enumerate(sections):
                 say(f"{section}: {', '.join(p.mode for p in measured[section].up) or 'nothing can run here'}")
                 until = time.monotonic() + (end - time.monotonic()) / (len(sections) - number)

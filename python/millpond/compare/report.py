@@ -23,9 +23,11 @@ def markdown(report):
         lines += [f"## {TITLES.get(section, section)}", ""]
         lines += table(section, found)
         lines += [""]
-    if report["cannot"]:
+    missing = dict(report["cannot"])
+    missing.update((f"{section} {mode}", why) for section, found in report["sections"].items() for mode, why in found["failed"].items())
+    if missing:
         lines += ["## Not measured here", ""]
-        lines += [f"* {name}: {why}" for name, why in report["cannot"].items()]
+        lines += [f"* {name}: {' '.join(why.split())[:600]}" for name, why in missing.items()]
         lines += [""]
     if report["notes"]:
         lines += ["## Notes", ""]
