@@ -117,6 +117,16 @@ impl Said {
     pub fn signal(&self, signal: i32) {
         // SAFETY: a signal to a child that has not been waited for.
         assert_eq!(unsafe { libc::kill(self.pid(), signal) }, 0);
+        if signal == libc::SIGSTOP {
+            // One thread takes the signal, and only then the others stop: on a busy machine they go on for a while.
+            eventually("all of its threads stop", || self.is_stopped());
+        }
+    }
+
+    fn is_stopped(&self) -> bool {
+        let Ok(threads) = std::fs::read_dir(format!("/proc/{}/task", self.pid())) else { return true };
+        let stat = |thread: std::fs::DirEntry| std::fs::read_to_string(thread.path().join("stat")).unwrap_or_default();
+        threads.flatten().map(stat).all(|stat| stat.rsplit(')').next().unwrap_or_default().trim_start().starts_with('T'))
     }
 
     pub fn wait(&mut self) {
