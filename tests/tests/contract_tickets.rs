@@ -6,7 +6,7 @@ mod common;
 use std::sync::Arc;
 
 use common::{block, eventually, is_all, tree, Arena, BOUND, MIB};
-use millpond_ipc::client::{Client, Error, Message, Outgoing, Way, Place};
+use millpond_ipc::client::{Client, Error, Message, Outgoing, Place, Way};
 
 #[test]
 fn role() {

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use millpond_allocator::driver::{DeviceInfo, Stream};
-use millpond_ipc::client::{Channel, Client, Options, Outgoing, Place, ReceiveOptions};
+use millpond_ipc::client::{Channel, Client, Options, Outgoing, Place, ReceiveOptions, Way};
 use millpond_ipc::control::Control;
 use millpond_ipc::wire::{send_frame, Answer, Ask, Chunk, DeviceGrant, FrameReader, FromOwner, Peer, Reason, Refusal, Welcome};
 use serde_json::Value;
@@ -136,7 +136,7 @@ fn a_client_survives_a_peer_that_says_anything_on_a_channel() {
     let heap = a.heap(Place::Host).unwrap();
     let addr = heap.allocate(UNIT, Stream::LEGACY).unwrap();
     let tree = || serde_json::value::RawValue::from_string("[1]".to_owned()).unwrap();
-    let outgoing = Outgoing { addr, bytes: UNIT, place: Place::Host, stream: None, import: None, read_only: false };
+    let outgoing = Outgoing { addr, bytes: UNIT, place: Place::Host, stream: None, import: None, read_only: false, way: Way::Found };
     crate::campaign("channel", 150, |seed| {
         let mut dice = Dice(seed);
         let (to_b, to_a) = channels(&a, &b);
