@@ -91,7 +91,7 @@ def torch_tensor(e, tensor, depth):
     if count == 0:
         node[3] = device_id(device)
         return {"$": node}
-    if device >= 0 and (not e.gpu or not _streams.gpus()):
+    if device >= 0 and (device in e.off or not _streams.gpus()):
         return hosted(e, tensor)
     if not tensor.is_contiguous():
         node[6] = tensor.stride()
@@ -159,7 +159,7 @@ def cuda_array(e, value, depth):
         node[3] = device_id(device)
         return {"$": node}
     stream = interface.get("stream")
-    if not e.gpu or not _streams.gpus():
+    if device in e.off or not _streams.gpus():
         torch = _streams.torch_cuda()
         if torch is None:
             raise No("a GPU array whose GPU tier is off, in a process without torch: nothing here can copy it to host memory")

@@ -40,7 +40,7 @@ class _Deep(Exception):
 class Encoded:
     """What `_native.send` needs, and what must live until it has returned."""
 
-    __slots__ = ("text", "tensors", "keep", "copies", "copied_bytes", "hosted", "ways", "inline", "gpu", "falls", "foreign", "by_host")
+    __slots__ = ("text", "tensors", "keep", "copies", "copied_bytes", "hosted", "ways", "inline", "gpus", "falls", "foreign", "by_host")
 
     def __init__(self):
         self.text = b""
@@ -51,7 +51,7 @@ class Encoded:
         self.hosted = 0  # GPU values that go by host memory
         self.ways = {}  # address of a range that stands for another value -> what the library is to count it as
         self.inline = 0
-        self.gpu = False  # whether there are values in GPU memory
+        self.gpus = ()  # the GPUs in whose memory there are values
         self.falls = []  # (best tier, the tier taken, reason or None for the connection's, bytes)
         self.foreign = []  # values by token: (kind, bytes, first companion, last companion, what to keep)
         self.by_host = {}  # tier -> (values, bytes), of those in `hosted`
@@ -66,11 +66,11 @@ class Encoded:
 
 
 class _Encoder:
-    __slots__ = ("leaves", "imports", "tensors", "out", "gpu", "streams", "foreign", "why_copied", "by_choice")
+    __slots__ = ("leaves", "imports", "tensors", "out", "off", "streams", "foreign", "why_copied", "by_choice")
 
-    def __init__(self, gpu=True, foreign=(), why_copied=None, by_choice=False):
-        #: Whether GPU values may go by the GPU arena.
-        self.gpu = gpu
+    def __init__(self, off=(), foreign=(), why_copied=None, by_choice=False):
+        #: The GPUs whose values may not go by their arena.
+        self.off = off
         #: Which kinds of token GPU values that are not the arena's may go by; or what is counted of each: (best, to, why).
         self.foreign = foreign
         self.why_copied = why_copied
@@ -132,10 +132,10 @@ def _close(group, low, high, tensors, streams, flags):
             node[0] = "v"
 
 
-def encode(value, header=None, root="out", readonly=False, gpu=True, foreign=(), why_copied=None, by_choice=False):
-    """Encodes a value. With `header` (JSON-ready) the text is `[header,value]`. Without `gpu`, GPU values go by host memory; for
+def encode(value, header=None, root="out", readonly=False, off=(), foreign=(), why_copied=None, by_choice=False):
+    """Encodes a value. With `header` (JSON-ready) the text is `[header,value]`. Values on the GPUs in `off` go by host memory; for
     the rest see `_Encoder`."""
-    encoder = _Encoder(gpu, foreign, why_copied, by_choice)
+    encoder = _Encoder(off, foreign, why_copied, by_choice)
     try:
         body = _DISPATCH[type(value)](encoder, value, 0)
     except (No, _Deep, errors.Unsupported, RecursionError) as e:
@@ -151,7 +151,7 @@ def encode(value, header=None, root="out", readonly=False, gpu=True, foreign=(),
     except UnicodeEncodeError:  # lone surrogates
         out.text = _dumps_ascii(whole).encode()
     out.tensors = encoder.tensors
-    out.gpu = any(t[4] >= 0 for t in out.tensors)
+    out.gpus = {t[4] for t in out.tensors if t[4] >= 0}
     return out
 
 
@@ -279,7 +279,7 @@ def _memoryview(e, value, depth):
 
 def _reference(e, ref, depth):
     memory = ref._held()
-    if memory.device >= 0 and not e.gpu and ref.nbytes:
+    if memory.device >= 0 and memory.device in e.off and ref.nbytes:
         return _leaves.hosted_reference(e, ref)
     strides = ref._strides
     node = ["v", ref._kind, 0, ref._offset, ref._row.name, list(ref.shape), list(strides) if strides is not None else 0]

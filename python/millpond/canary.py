@@ -16,7 +16,7 @@ import itertools
 import threading
 import time
 
-from . import _dtypes, _memory, _native, _ref, errors
+from . import _dtypes, _memory, _native, _ref, _streams, errors
 from .tiers import log
 
 #: Over two mebibytes, and no multiple of anything.
@@ -219,106 +219,145 @@ def check_ticket(text):
         raise errors.Refused(f"this process cannot use the arena: its canary failed: {reason}")
 
 
-class Prover:
-    """Proves the GPU tier of one connection, without waiting: the probes go ahead of the first GPU value, so the other side
-    has looked at them before it hands that value out. Where they are wrong it drops what comes until it is told that the
-    tier is off, and this side, which has kept what it sent since, sends that again by host memory, in order.
+class _Every:
+    """Every GPU."""
 
-    Messages: ["k", "gpu"] probes; ["k", "gpu-ok"], ["k", "gpu-blind"] (no torch there: it only passes values on),
-    ["k", "gpu-bad"] why; ["k", "gpu-off"]."""
+    def __contains__(self, device):
+        return True
+
+
+EVERY_GPU = _Every()
+
+
+class Prover:
+    """Proves the GPU tier of one connection, GPU by GPU, without waiting: the probes go ahead of the first value on a GPU, so the
+    other side has looked at them before it hands that value out. Where they are wrong it drops what comes until it is told that
+    the tier is off for that GPU, and this side, which has kept what it sent since, sends that again by host memory, in order.
+
+    Messages, each with this side's number of the GPU: ["k", "gpu", n] probes; ["k", "gpu-ok", n], ["k", "gpu-blind", n] (no torch
+    there: it only passes values on), ["k", "gpu-bad", n] why; ["k", "gpu-off", n]."""
 
     def __init__(self, channel):
         self._channel = channel
-        #: What this side may send: None (no GPU value yet), "asked", True, "blind", False.
-        self.out = None
+        #: What this side may send, by GPU: "asked", True, "blind", False.
+        self._states = {}
+        #: The GPUs that values do not go by.
+        self.off = set()
         #: Why not.
         self.reason = None
-        #: Whether what comes is dropped until the other side knows that the tier is off.
-        self.dropping = False
+        #: Of which GPUs the other side is still to hear that they are off here. What comes meanwhile is dropped.
+        self.dropping = set()
         self._kept = []
+        self._start = {}  # GPU that was asked about -> how much of `_kept` was sent before
+
+    @property
+    def asking(self):
+        """Whether an answer is still to come."""
+        return bool(self._start)
+
+    @property
+    def out(self):
+        """What this side may send, over all GPUs: None (no GPU value yet), "asked", True, "blind", False."""
+        states = list(self._states.values())
+        return next((state for state in ("asked", True, "blind", False) if state in states), None)
 
     def admit(self, encoded, message):
-        """Called with the sending lock held, before `encoded` is sent; false: it must be encoded again, without the GPU arena.
+        """Called with the sending lock held, before `encoded` is sent; false: it must be encoded again, without a GPU of it.
         `message`: what is needed to send it again."""
-        if encoded.gpu:
-            if self.out is None:
-                self._ask()
-            if self.out is False:
+        for device in encoded.gpus:
+            if device not in self._states:
+                self._ask(device)
+            if self._states[device] is False:
                 return False
-        if self.out == "asked":
+        if self._start:
             self._kept.append(message)
         return True
 
-    def _ask(self):
+    def _ask(self, device):
         backend = gpu_backend()
-        if not isinstance(backend, _Backend):
-            self.out = "blind"
+        if not isinstance(backend, _Backend) or device == _streams.UNKNOWN:
+            self._states[device] = "blind"
             return
         try:
-            with backend.aside():
-                self._channel._transmit(["k", "gpu"], backend.probes())
+            with backend.aside(device):
+                self._channel._transmit(["k", "gpu", device], backend.probes(device))
         except _ENDED:
             raise
         except Exception as e:  # whatever torch or the driver says
-            self._off(f"its canary could not be sent: {type(e).__name__}: {e}")
+            self._off(device, f"its canary could not be sent: {type(e).__name__}: {e}")
             return
-        self.out = "asked"
-        threading.Thread(target=self._await_answer, name="millpond-canary", daemon=True).start()
+        self._states[device] = "asked"
+        self._start[device] = len(self._kept)
+        if len(self._start) == 1:
+            threading.Thread(target=self._await_answer, name="millpond-canary", daemon=True).start()
 
     def _await_answer(self):
         """What is kept to be sent again is not kept for ever: not for a peer that has died, nor for one that never reads."""
         end = time.monotonic() + GPU_PATIENCE
-        while self.out == "asked" and self._channel._ended is None and time.monotonic() < end:
+        while self._start and self._channel._ended is None and time.monotonic() < end:
             time.sleep(0.02)
             try:
                 self._channel._poll()
             except errors.Error:
                 break
         with self._channel._sending:
+            self._start.clear()
             self._kept.clear()
 
     def receive(self, message):
         """A message of the GPU tier's canary, on the reading thread, with no lock held."""
-        step = message.header[1]
+        step, device = message.header[1], _number(message.header)
         if step == "gpu":
-            self._look_at(message)
+            self._look_at(message, device)
         elif step == "gpu-off":
-            self.dropping = False
+            self.dropping.discard(device)
         elif step in ("gpu-ok", "gpu-blind"):
             with self._channel._sending:
-                if self.out == "asked":
-                    self.out = True if step == "gpu-ok" else "blind"
-                    self._kept.clear()
-        elif step == "gpu-bad":
-            self._send_again(message.decode())
+                if self._states.get(device) == "asked":
+                    self._states[device] = True if step == "gpu-ok" else "blind"
+                    self._answered(device)
+        elif step == "gpu-bad" and self._states.get(device) == "asked":
+            self._send_again(device, message.decode())
 
-    def _look_at(self, message):
-        backend = gpu_backend()
+    def _answered(self, device):
+        """Lets go of what need not be sent again."""
+        self._start.pop(device, None)
+        first = min(self._start.values(), default=len(self._kept))
+        del self._kept[:first]
+        self._start = {other: at - first for other, at in self._start.items()}
+
+    def _look_at(self, message, device):
+        backend, memories = gpu_backend(), message.memories
         if backend is None:
-            self._channel._quietly(["k", "gpu-blind"])
+            self._channel._quietly(["k", "gpu-blind", device])
             return
         try:
             if not isinstance(backend, _Backend):
                 raise errors.Unsupported(backend)
-            with backend.aside():
+            with backend.aside(_gpu_here(memories)):
                 wrong = backend.check(message.decode())
             why = "; ".join(f"{name}: {what}" for name, what in wrong.items())
         except Exception as e:  # what cannot even be looked at is wrong
             why = f"{type(e).__name__}: {e}"
         if not why:
-            self._channel._quietly(["k", "gpu-ok"])
+            self._channel._quietly(["k", "gpu-ok", device])
             return
-        self.dropping = True
-        if self.out is None:
-            self._off(f"from {self._channel.peer.name}: {why}")
-        self._channel._quietly(["k", "gpu-bad"], why)
+        self.dropping.add(device)
+        here = _gpu_here(memories)
+        if here is not None and here not in self._states:
+            self._off(here, f"from {self._channel.peer.name}: {why}")
+        self._channel._quietly(["k", "gpu-bad", device], why)
 
-    def _send_again(self, why):
+    def _send_again(self, device, why):
         channel = self._channel
         with channel._sending:
-            self._off(f"to {channel.peer.name}: {why}")
-            again, self._kept = self._kept, []
-            channel._quietly(["k", "gpu-off"])
+            self._off(device, f"to {channel.peer.name}: {why}")
+            start = self._start.pop(device, len(self._kept))
+            again = self._kept[start:]
+            del self._kept[start:]
+            # What is sent again is kept again, for the GPUs that are still asked about.
+            self._start = {other: min(at, start) for other, at in self._start.items()}
+            channel._quietly(["k", "gpu-off", device])
             for header, value, readonly, root in again:
                 try:
                     channel._transmit(header, value, None, readonly, root)
@@ -326,11 +365,28 @@ class Prover:
                     return
                 except errors.Error as e:
                     log.error("a value to %s is lost, it could not be sent again by host memory: %s", channel.peer.name, e)
+            if not self._start:
+                self._kept.clear()
 
-    def _off(self, why):
-        self.out = False
+    def _off(self, device, why):
+        self._states[device] = False
+        self.off.add(device)
         self.reason = f"the GPU tier failed its canary and is off for this connection: {why}"
-        log.warning("GPU tier of the connection to %s is off, its values go through host memory: %s", self._channel.peer.name, why)
+        name = self._channel.peer.name
+        log.warning("GPU tier of the connection to %s is off for GPU %d, its values go through host memory: %s", name, device, why)
+
+
+def _gpu_here(memories):
+    """This process's number of the GPU that received memory lies on; None where it is not known, or not one that is seen here."""
+    return next((memory.device for memory in memories if 0 <= memory.device != _streams.UNKNOWN), None)
+
+
+def _number(header):
+    """Which GPU a message of the canary is about: the sender's number, or that of the one who asked."""
+    number = header[2] if len(header) > 2 else None
+    if type(number) is not int or not 0 <= number <= _streams.UNKNOWN:
+        raise errors.Protocol(f"a message of the canary without a GPU: {header!r}")
+    return number
 
 
 _ENDED = (errors.Closed, errors.PeerDied, errors.OwnerDied, errors.NotAttached, errors.Forked)
@@ -355,12 +411,12 @@ class _Backend:
     """Makes probes and checks them, on a stream of the canary's own: nobody's kernels stand before it."""
 
     @staticmethod
-    def aside():
+    def aside(device=None):
         return contextlib.nullcontext()
 
 
 class _Torch(_Backend):
-    """GPU probes by torch, on the current device."""
+    """GPU probes by torch."""
 
     _SEED = 200
 
@@ -369,12 +425,15 @@ class _Torch(_Backend):
     def __init__(self, torch):
         self.torch = torch
 
-    def aside(self):
-        device = self.torch.cuda.current_device()
+    @contextlib.contextmanager
+    def aside(self, device=None):
+        if device is None:
+            device = self.torch.cuda.current_device()
         stream = self._streams.get(device)
         if stream is None:
             stream = self._streams[device] = self.torch.cuda.Stream(device)
-        return self.torch.cuda.stream(stream)
+        with self.torch.cuda.stream(stream):
+            yield
 
     def _blocks(self, make):
         torch = self.torch
@@ -397,9 +456,7 @@ class _Torch(_Backend):
             "no elements": square[:0],
         }
 
-    def probes(self):
-        device = self.torch.cuda.current_device()
-
+    def probes(self, device):
         def make(data):
             block = _ref.empty((data.numel(),), "uint8", device, "t")
             block.copy_(data)

@@ -112,7 +112,7 @@ class Channel(_calls.Calls):
                 break
             except errors.OutOfMemory as e:
                 # No room for a copy in the arena: without a copy if that is possible, then by host memory.
-                if full == "host" or not encoded.gpu or header[0] == "k":
+                if full == "host" or not encoded.gpus or header[0] == "k":
                     raise
                 full = "ipc" if not full and prefer is None and self._foreign.kinds("ipc")[0] else "host"
                 size = sum(t[1] for t in encoded.tensors if t[4] >= 0)
@@ -121,7 +121,7 @@ class Channel(_calls.Calls):
                 self._sending.release()
         if encoded.foreign:
             _foreign.sent(encoded)
-        if self._gpu.out == "asked" or self._foreign.out == "asked":
+        if self._gpu.asking or self._foreign.out == "asked":
             self._poll()  # for the answer, where nobody receives here
         if header[0] == "k":
             if encoded.inline:
@@ -169,7 +169,7 @@ class Channel(_calls.Calls):
         gpu = self._gpu
         kinds, why = ((), None) if prefer == "host" or full == "host" else self._foreign.kinds(full or prefer)
         by_choice = prefer == "host" or full == "host"
-        encoded = _tree.encode(value, header, root, readonly, gpu.out is not False and not by_choice, kinds, why, by_choice)
+        encoded = _tree.encode(value, header, root, readonly, canary.EVERY_GPU if by_choice else gpu.off, kinds, why, by_choice)
         for best, to, reason, nbytes in encoded.falls:
             self._tiers.fell(best, to, gpu.reason if reason is None else reason, nbytes, to != "copy", _counter(to, reason))
         return encoded

@@ -42,7 +42,7 @@ class View:
 class Backend(canary._Backend):
     spoil = False
 
-    def probes(self):
+    def probes(self, device):
         memory = _memory.block(64, 0)
         return {"all": _ref.Ref(memory, 0, _memory._dtypes.lookup("uint8"), (64,), None, "r")}
 

@@ -22,7 +22,7 @@ class Gpu(canary._Backend):
 
     spoil = None
 
-    def probes(self):
+    def probes(self, device):
         memory = _memory.block(64, 0)
         ctypes.memmove(memory.address, bytes(range(64)), 64)
         return {"all": _ref.Ref(memory, 0, _dtypes.lookup("uint8"), (64,), None, "r")}
