@@ -58,7 +58,7 @@ class Client(_Record):
     @property
     def slack(self):
         """What it has but does not use: at most this much a trim could give back."""
-        return max(self.reserved - self.adopted - self.allocated, 0)
+        return max(self.reserved - self.get("adopted", 0) - self.allocated, 0)
 
     @property
     def fragmentation(self):
