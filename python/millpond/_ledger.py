@@ -30,6 +30,7 @@ class Client(Record):
     chunks: int
     limit: int  # 0: only the arena's
     retired: int  # given back, still mapped by others
+    adopted: int  # of reserved: what it adopted of clients that are dead
     allocated: int  # live blocks
     peak_allocated: int
     blocks: int
@@ -53,7 +54,7 @@ class Client(Record):
     @property
     def slack(self):
         """What it has but does not use: at most this much a trim could give back."""
-        return max(self.reserved - self.allocated, 0)
+        return max(self.reserved - self.get("adopted", 0) - self.allocated, 0)
 
     @property
     def fragmentation(self):

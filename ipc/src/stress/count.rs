@@ -12,6 +12,9 @@ use super::supervisor::{Heard, Supervisor, BOUND};
 use crate::control::ClientState;
 use crate::observer::Observer;
 
+/// What the driver's own share of a card may change by.
+const CARD_NOISE: u64 = 64 << 20;
+
 impl Supervisor<'_> {
     /// What the ledger says when nobody uses anything, beside what can be seen from outside.
     pub(super) fn look_at_the_books(&mut self) -> Result<(), String> {
@@ -73,14 +76,17 @@ impl Supervisor<'_> {
         loop {
             let reserved: u64 = self.observer.ledger().devices.iter().map(|device| device.reserved).sum();
             let more = self.fds_of_owner().saturating_sub(fds);
-            if (reserved, more) == (0, 0) {
+            let card = self.left_on_the_card();
+            if (reserved, more, card) == (0, 0, 0) {
                 return Ok(());
             }
             if Instant::now() > until {
-                self.report.leaked_bytes += reserved;
+                self.report.leaked_bytes += reserved.max(card);
                 self.report.leaked_fds += more as u64;
-                self.report
-                    .finding(format!("nobody is left, {reserved} bytes are reserved, the owner has {more} descriptors more than before"));
+                self.report.finding(format!(
+                    "nobody is left, {reserved} bytes are reserved, the owner has {more} descriptors more than before, and the driver counts \
+                     {card} bytes more on the card"
+                ));
                 return Ok(());
             }
             std::thread::sleep(Duration::from_millis(10));
@@ -89,6 +95,23 @@ impl Supervisor<'_> {
 
     pub(super) fn fds_of_owner(&self) -> usize {
         std::fs::read_dir(format!("/proc/{}/fd", self.owner.id())).map_or(0, Iterator::count)
+    }
+
+    /// What the driver counts as used on the GPUs, and whether any process is on them. `None` where NVML does not say.
+    pub(super) fn card(&self) -> Option<(u64, bool)> {
+        let nvml = self.nvml.as_ref()?;
+        let ledger = self.observer.ledger();
+        let gpus = ledger.devices.iter().filter(|device| !device.is_host());
+        let usages: Vec<_> = gpus.map(|device| nvml.usage(&device.id, device.reserved)).collect::<Result<_, _>>().ok()?;
+        Some((usages.iter().map(|usage| usage.used).sum(), usages.iter().any(|usage| !usage.processes.is_empty())))
+    }
+
+    /// Bytes that the driver counts beyond what was used before, where nobody is on the card who could have them.
+    fn left_on_the_card(&self) -> u64 {
+        match (self.card_before, self.card()) {
+            (Some(before), Some((used, false))) => Some(used.saturating_sub(before)).filter(|more| *more > CARD_NOISE).unwrap_or(0),
+            _ => 0,
+        }
     }
 
     /// Bytes of the chunks' files that the owner has open. On a GPU they are not files.

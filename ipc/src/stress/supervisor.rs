@@ -15,6 +15,7 @@ use super::count::mourn;
 use super::pace::kill_every;
 use super::worker::MEANT;
 use super::{Options, Report, Spread};
+use crate::nvml::Nvml;
 use crate::observer::Observer;
 
 /// A worker that says nothing for so long hangs.
@@ -50,6 +51,9 @@ pub(super) struct Supervisor<'a> {
     socket: PathBuf,
     key: String,
     pub(super) owner: Child,
+    /// What the driver says of the GPUs, on which chunks are no files.
+    pub(super) nvml: Option<Nvml>,
+    pub(super) card_before: Option<u64>,
     pub(super) observer: Arc<Observer>,
     pub(super) report: Report,
     pub(super) lives: Vec<Life>,
@@ -87,6 +91,8 @@ pub fn run(options: &Options, program: &Path) -> Result<Report, String> {
         socket,
         key,
         owner,
+        nvml: if options.cuda { Nvml::open().ok() } else { None },
+        card_before: None,
         observer,
         report: Report::default(),
         lives: Vec::new(),
@@ -143,6 +149,7 @@ fn start_owner(options: &Options, program: &Path) -> Result<(Child, PathBuf, Str
 impl Supervisor<'_> {
     fn work(&mut self, heard: &Receiver<Heard>) -> Result<(), String> {
         let fds = self.fds_of_owner();
+        self.card_before = self.card().map(|(used, _)| used);
         for place in 0..self.options.workers {
             self.start(place)?;
         }
