@@ -216,7 +216,7 @@ def tensor_in_arena(p):
     return made
 
 
-@test(timeout=120, host=True)
+@test(timeout=120, host=True, quick=False)
 def the_real_pyisolate():
     """pyisolate 0.10.2: its host and child process; GPU tensors cross as offsets both ways, written in place."""
     import asyncio
@@ -265,7 +265,7 @@ def the_real_pyisolate():
         p.close()
 
 
-@test(timeout=120, host=True)
+@test(timeout=120, host=True, quick=False)
 def the_real_comfy_env():
     """comfy-env 0.4.46: its worker process and its canary; GPU tensors cross as offsets both ways."""
     import os

@@ -83,7 +83,7 @@ def summer(conn):
         value = None
 
 
-@test(timeout=120, alone=True)
+@test(timeout=120, alone=True, quick=False)
 def a_large_value_by_host_memory_end_to_end():
     """prefer="host": 1 GiB to a worker and back by pinned host memory, on the GPU at both ends."""
     p = Parent(limit="50%")
@@ -210,7 +210,7 @@ print(json.dumps(cases_tiers.under_a_swapped_pool()))
 """
 
 
-@test(timeout=110, alone=True)
+@test(timeout=110, alone=True, quick=False)
 def a_swapped_pool_under_cudamallocasync():
     """Tier 3: torch keeps cudaMallocAsync over a pool of ours; tensors cross by pointer, over 128 pieces by copy."""
     import json
