@@ -66,7 +66,8 @@ assert segment["frames"][0]["name"] == "innermost"
 from torch.cuda import _memory_viz as viz
 text = viz.trace(snapshot)
 assert "6 entries" in text and "cudaMalloc" in text and "free completed" in text, text
-for page in (viz.trace_plot(snapshot), viz.trace_plot(snapshot, plot_segments=True), viz.trace_plot(snapshot, filter_freed=True), viz.segment_plot(snapshot)):
+plots = [dict(), dict(plot_segments=True)] + [dict(filter_freed=True)] * hasattr(viz, "filter_alloc_free_pairs")
+for page in [viz.trace_plot(snapshot, **how) for how in plots] + [viz.segment_plot(snapshot)]:
     assert "snapshot.pickle" in page
 flames = viz.memory(snapshot, format_flamegraph=lambda text: text)
 assert ":innermost 3000\\n" in flames, flames
@@ -100,7 +101,7 @@ assert frames_of("alloc", s) == [True], s["device_traces"]
 memory._record_memory_history(max_entries=3)
 [pair() for _ in range(5)]
 assert actions(memory._snapshot()) == ["alloc", "free_requested", "free_completed"]
-memory._record_memory_history(max_entries=100, skip_actions=["free_requested"])
+_torch_trace.record("all", max_entries=100, skip=["free_requested"])  # skip_actions= since torch 2.11
 assert "free_requested" not in actions(memory._snapshot()) and "free_completed" in actions(memory._snapshot())
 memory._record_memory_history("state")
 live = innermost()

@@ -40,7 +40,7 @@ fn a_hand_off_is_recorded_by_both_and_outlives_their_deaths() {
     a.die("kill");
 
     let recordings = || {
-        let (found, failed) = read(&[folder.clone()]);
+        let (found, failed) = read(std::slice::from_ref(&folder));
         assert!(failed.is_empty(), "{failed:?}");
         let named = |name: &str| found.iter().find(|process| process.text.identity.as_ref().is_some_and(|who| who.name == name)).cloned();
         (named("a").expect("a's recording"), named("b").expect("b's recording"))
