@@ -331,10 +331,11 @@ class Prover:
         if backend is None:
             self._channel._quietly(["k", "gpu-blind", device])
             return
+        here = _gpu_here(memories)
         try:
             if not isinstance(backend, _Backend):
                 raise errors.Unsupported(backend)
-            with backend.aside(_gpu_here(memories)):
+            with backend.aside(here):
                 wrong = backend.check(message.decode())
             why = "; ".join(f"{name}: {what}" for name, what in wrong.items())
         except Exception as e:  # what cannot even be looked at is wrong
@@ -343,7 +344,8 @@ class Prover:
             self._channel._quietly(["k", "gpu-ok", device])
             return
         self.dropping.add(device)
-        here = _gpu_here(memories)
+        if here is None:  # it may be known by now
+            here = _gpu_here(memories)
         if here is not None and here not in self._states:
             self._off(here, f"from {self._channel.peer.name}: {why}")
         self._channel._quietly(["k", "gpu-bad", device], why)

@@ -54,8 +54,8 @@ def test_host_memory_by_choice_is_no_fall(pair, monkeypatch):
     seen = []
 
     def host(e, ref):
-        seen.append((e.gpu, e.by_choice))
-        e.out.went_by_host("pinned", 1 << 20)
+        seen.append((0 not in e.off, e.by_choice))
+        e.out.went_by_host("pinned", 1 << 20, 0)
         return None
 
     monkeypatch.setattr(_leaves, "hosted_reference", host)

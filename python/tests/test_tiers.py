@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import threading
+import types
 
 import pytest
 
@@ -45,7 +46,7 @@ def gpu(monkeypatch, pair):
 
     def host(e, ref):
         data = ctypes.string_at(ref._memory.address, ref.nbytes)
-        e.out.went_by_host("host", len(data))
+        e.out.went_by_host("host", len(data), 0)
         e.out.falls.append(("arena", "host", None, len(data)))
         hosted.append(data)
         return _tree._bytes(e, data * 32, 0)
@@ -164,6 +165,53 @@ def test_a_side_without_torch_only_passes_values_on(gpu, monkeypatch):
     reader.join(20)
     answer(near)
     assert near._gpu.out == "blind" and all(isinstance(g, _ref.Ref) for g in got)
+
+
+def on_gpu(device, number):
+    ref = value(number)
+    ref._memory.device = device
+    return ref
+
+
+def test_each_gpu_is_proved_by_itself(gpu, monkeypatch):
+    backend, near, far, got, reader = gpu
+    asked = []
+    probes = backend.probes
+
+    def of(device):
+        asked.append(device)
+        made = probes(device)
+        for ref in made.values():
+            ref._memory.device = device
+        return made
+
+    monkeypatch.setattr(backend, "probes", of)
+    near.send(on_gpu(0, 1))
+    near.send(on_gpu(1, 2))
+    near.send("between")
+    assert asked == [0, 1] and near._gpu.asking and len(near._gpu._kept) == 3
+    # The answers come in any order; the first GPU's is good, the second's is not.
+    near._gpu.receive(Answer("gpu-ok", 0))
+    assert len(near._gpu._kept) == 2, "what was sent before the second was asked about need not be sent again"
+    near._gpu.receive(Answer("gpu-bad", 1, "its bytes differ"))
+    assert near._gpu.off == {1} and not near._gpu.asking and not near._gpu._kept
+    before = dict(near.tiers)
+    near.send(on_gpu(0, 3))
+    assert near.tiers["arena"] == before["arena"] + 1, "the first GPU's values still go by the arena"
+    near.send(on_gpu(1, 4))
+    assert near.tiers["host"] == before["host"] + 1
+    for header in (["k", "gpu-ok"], ["k", "gpu-ok", -1], ["k", "gpu-off", "0"], ["k", "gpu-bad", True]):
+        with pytest.raises(millpond.Protocol):
+            near._gpu.receive(types.SimpleNamespace(header=header))
+    reader.start()
+
+
+class Answer:
+    def __init__(self, step, device, why=None):
+        self.header, self.why = ["k", step, device], why
+
+    def decode(self):
+        return self.why
 
 
 # On the host driver, between two processes.
