@@ -241,7 +241,6 @@ pub trait Driver: Send + Sync + Debug {
         }
     }
 
-
     /// Queues a copy between any two addresses (device or host).
     ///
     /// # Errors

@@ -10,9 +10,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use millpond_allocator::driver::host::{HostConfig, HostPlatform};
-use millpond_allocator::driver::{
-    cuda::CudaPlatform, Access, Addr, DeviceId, Driver, DriverError, Event, Platform, Stream, StreamId,
-};
+use millpond_allocator::driver::{cuda::CudaPlatform, Access, Addr, DeviceId, Driver, DriverError, Event, Platform, Stream, StreamId};
 use millpond_allocator::heap::{ChunkSource, GrowError, Heap, HeapConfig, Live, LiveSink};
 use millpond_allocator::timeline::{Slots, TimelineError, Timelines, Word};
 use millpond_allocator::window::{Chunk, Window};
