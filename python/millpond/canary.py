@@ -21,8 +21,6 @@ from .tiers import log
 
 #: Over two mebibytes, and no multiple of anything.
 LARGE = (2 << 20) + 4097
-#: How long what was sent behind an unanswered GPU canary is kept, to be sent again by host memory if that was wrong.
-GPU_PATIENCE = 2.0
 _PERIOD = 251
 #: The worker's own large probe is written and compared every so many bytes, and at its end: its pages are new, and the kernel
 #: takes longer to clear them all than the rest of the canary takes.
@@ -292,17 +290,20 @@ class Prover:
             threading.Thread(target=self._await_answer, name="millpond-canary", daemon=True).start()
 
     def _await_answer(self):
-        """What is kept to be sent again is not kept for ever: not for a peer that has died, nor for one that never reads."""
-        end = time.monotonic() + GPU_PATIENCE
-        while self._start and self._channel._ended is None and time.monotonic() < end:
-            time.sleep(0.02)
+        """Reads the answer where nobody receives, and lets go of what is kept when the channel ends: till then each of it may have
+        to be sent again, and what the other side has not received it holds in any case."""
+        pause = 0.02
+        while self._start and self._channel._ended is None:
+            time.sleep(pause)
+            pause = min(1.0, pause * 1.2)
             try:
                 self._channel._poll()
             except errors.Error:
                 break
         with self._channel._sending:
-            self._start.clear()
-            self._kept.clear()
+            if self._channel._ended is not None:
+                self._start.clear()
+                self._kept.clear()
 
     def receive(self, message):
         """A message of the GPU tier's canary, on the reading thread, with no lock held."""

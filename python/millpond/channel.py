@@ -131,6 +131,10 @@ class Channel(_calls.Calls):
 
     def _count(self, encoded, flags):
         """Counts a message that has left."""
+        if not (encoded.copies or encoded.hosted or encoded.inline or encoded.foreign or any(flag & _native.COPIED for flag in flags)):
+            if flags:
+                self._tiers.add("arena", len(flags), sum(tensor[1] for tensor in encoded.tensors))
+            return Sent(len(flags), 0, 0)
         copies, copied_bytes, ranges_bytes = encoded.copies, encoded.copied_bytes, 0
         for tensor, flag in zip(encoded.tensors, flags):
             ranges_bytes += tensor[1]

@@ -170,8 +170,8 @@ def test_worker_env(monkeypatch):
     assert env["MILLPOND_SOCKET"] == "/tmp/x/s" and env["MILLPOND_KEY"] == "secret" and env["MILLPOND_NAME"] == "denoiser"
     assert env["PYTORCH_CUDA_ALLOC_CONF"] == "max_split_size_mb:64" and "PYTORCH_ALLOC_CONF" not in env
     assert env["PYTHONPATH"].split(os.pathsep)[0] == "/somewhere" and env["EXTRA"] == "5"
-    assert env["CUDA_DEVICE_MAX_CONNECTIONS"] == "32"
-    assert arena.worker_env("d", CUDA_DEVICE_MAX_CONNECTIONS=8)["CUDA_DEVICE_MAX_CONNECTIONS"] == "8"
+    assert env["CUDA_DEVICE_MAX_CONNECTIONS"] == "8"
+    assert arena.worker_env("d", CUDA_DEVICE_MAX_CONNECTIONS=32)["CUDA_DEVICE_MAX_CONNECTIONS"] == "32"
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "4")
     assert arena.worker_env("d")["CUDA_DEVICE_MAX_CONNECTIONS"] == "4"
     assert [os.path.basename(p) for p in env["PYTHONPATH"].split(os.pathsep)] == ["somewhere", "_worker_path"]

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 import types
 
 import pytest
@@ -74,15 +75,38 @@ def answer(channel):
 _await_answer = canary.Prover._await_answer
 
 
-def test_what_is_kept_for_a_peer_that_never_answers_is_let_go(gpu, monkeypatch):
+def test_what_is_kept_for_a_peer_that_never_answers_is_let_go_when_the_channel_ends(gpu):
     _, near, far, got, reader = gpu
-    monkeypatch.setattr(canary, "GPU_PATIENCE", 0.05)
     near.send(value())
     assert near._gpu.out == "asked" and len(near._gpu._kept) == 1
-    _await_answer(near._gpu)
-    assert near._gpu.out == "asked" and not near._gpu._kept
+    waiting = threading.Thread(target=_await_answer, args=(near._gpu,))
+    waiting.start()
+    near.close()
+    waiting.join(20)
+    assert not waiting.is_alive() and not near._gpu._kept and not near._gpu.asking
+
+
+def test_a_late_answer_loses_nothing(gpu, monkeypatch):
+    backend, near, far, got, reader = gpu
+    backend.spoil = "bytes"
+    for number in (1, 2):
+        near.send(value(number))
+    now = [0.0]
+    monkeypatch.setattr(canary, "time", types.SimpleNamespace(monotonic=lambda: now[0], sleep=lambda s: now.__setitem__(0, now[0] + s)))
+    waiting = threading.Thread(target=_await_answer, args=(near._gpu,))
+    waiting.start()
+    until(lambda: now[0] > 3600, "an hour of the thread's own clock")
     reader.start()
-    near.send("x")
+    reader.join(20)
+    waiting.join(20)
+    assert [bytes(g) for g in got] == [bytes([n]) * 3200 for n in (1, 2)]
+
+
+def until(condition, what):
+    end = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < end, what
+        time.sleep(0.001)
 
 
 def test_an_answer_is_read_where_nobody_receives(gpu, monkeypatch):

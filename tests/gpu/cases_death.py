@@ -90,12 +90,12 @@ def hog(conn):
 @test(alone=True)
 def killed_in_mid_kernel():
     """SIGKILL of a process that holds 8 GiB in mid-kernel: back in the ledger, and usable here. How long the driver takes to
-    take the work down depends on the process's hardware queues: 32 as worker_env() sets them, and the driver's own 8."""
+    take the work down depends on the process's hardware queues: 8 as worker_env() sets them, and the most, 32."""
     p = Parent(limit="12GiB")
     torch = p.torch
     torch.ones(1, device="cuda")
     figures = {}
-    for queues in ("32", "8"):
+    for queues in ("8", "32"):
         ledger, usable = [], []
         for _ in range(2):
             conn = p.worker(hog, CUDA_DEVICE_MAX_CONNECTIONS=queues)
@@ -117,7 +117,7 @@ def killed_in_mid_kernel():
             until(lambda: p.mine("reserved") < GIB, 5, "empty_cache gave nothing back")
         figures[f"{queues}_queues"] = {"ledger_ms": ledger, "usable_ms": usable}
     p.close()
-    check(max(figures["8_queues"]["ledger_ms"] + figures["32_queues"]["ledger_ms"]) <= 1000, "slower than a second:", figures)
+    check(max(figures["8_queues"]["ledger_ms"] + figures["32_queues"]["ledger_ms"]) <= 1500, "slower than 1.5 s:", figures)
     return figures
 
 

@@ -97,15 +97,15 @@ def two_way_with_one_queue():
 
 
 @test()
-def two_way_with_eight_queues():
-    """Both ways over millpond with the driver's own 8 queues and 40 streams: it comes to an end."""
-    return both_ways(8)
+def two_way_with_thirty_two_queues():
+    """Both ways over millpond with the driver's most, 32 queues, and 40 streams: it comes to an end."""
+    return both_ways(32)
 
 
 @test()
 def two_way_with_the_queues_of_worker_env():
-    """Both ways over millpond with what worker_env() sets: it comes to an end."""
-    return both_ways(32)
+    """Both ways over millpond with what worker_env() sets, the driver's own 8 queues, and 40 streams: it comes to an end."""
+    return both_ways(8)
 
 
 @test(host=True)

@@ -98,7 +98,10 @@ def doubler(conn):
         t = value["t"]
         seen = fingerprint(torch, t)
         t.mul_(2)
-        conn.send({"uuid": uuid(torch, t.device), "ordinal": t.device.index, "seen": seen, "own": t + 1})
+        answer = {"uuid": uuid(torch, t.device), "ordinal": t.device.index, "seen": seen, "own": t + 1}
+        del value, t
+        conn.send(answer)
+        del answer
 
 
 def round_trips(p, conn, device, expected_ordinal):
@@ -107,17 +110,17 @@ def round_trips(p, conn, device, expected_ordinal):
     before, first = fingerprint(torch, t), int(t[5])
     sent = conn.send({"t": t})
     equal(sent.copies, 0)
-    answer = conn.recv(timeout=60)
+    answer = conn.recv(timeout=20)
     equal(answer["uuid"], uuid(torch, device), "the GPU that it landed on")
     equal(answer["ordinal"], expected_ordinal, "its number over there")
     equal(answer["seen"], before)
-    p.millpond.wait_done(t)
+    p.millpond.wait_done(t, timeout=20)
     equal(int(t[5]), 2 * first, "written in place")
     own = answer["own"]
     equal((own.device.index, int(own[5])), (t.device.index, 2 * first + 1))
 
 
-@test(timeout=90)
+@test(timeout=50)
 def a_worker_on_each():
     """One worker sees only the first GPU, another only the second: each value lands on its own card, in place, uncopied."""
     two()
@@ -135,7 +138,7 @@ def a_worker_on_each():
     p.close()
 
 
-@test(timeout=90)
+@test(timeout=50)
 def swapped_masks():
     """The worker counts the GPUs the other way round: values land on the card that they are on."""
     two()

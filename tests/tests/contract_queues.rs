@@ -56,7 +56,7 @@ fn waits_in_both_directions_over_one_hardware_queue_come_to_an_end() {
 
 #[test]
 fn and_over_as_many_as_worker_env_sets() {
-    both_ways(&Arena::new(), &[("CUDA_DEVICE_MAX_CONNECTIONS", "32")], 40, 60);
+    both_ways(&Arena::new(), &[("CUDA_DEVICE_MAX_CONNECTIONS", "8")], 40, 60);
 }
 
 /// `wait="host"`: the value is waited for before anything is queued, so no stream ever stands at another process's word.

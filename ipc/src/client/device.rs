@@ -45,6 +45,8 @@ impl Platforms {
             return Ok(cuda.clone());
         }
         let loaded = Arc::new(CudaPlatform::load()?);
+        // torch copies between GPUs by a plain copy, which reaches only what its device may reach.
+        loaded.grant_peers(true);
         *cuda = Some(loaded.clone());
         Ok(loaded)
     }

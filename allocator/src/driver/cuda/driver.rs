@@ -14,7 +14,7 @@ use cudarc::driver::sys::{
 use rustix::io::{fcntl_getfd, fcntl_setfd, FdFlags};
 
 use super::api::Api;
-use super::context::{Context, Relaxed};
+use super::context::{Context, Entered, Relaxed};
 use super::handles::{may_be_memory, Handles};
 use super::survey::{allocation, attribute_of, location, Survey, Words};
 use crate::driver::{Access, Addr, Capture, CuResult, DeviceInfo, Driver, DriverError, Event, MemInfo, Memory, PointerInfo, Result};
@@ -66,6 +66,24 @@ impl CudaDriver {
         let asked = known.and_then(|()| unsafe { self.api.cuDeviceCanAccessPeer(&mut can, peer, self.survey.device) });
         let maps = CUdevice_attribute::CU_DEVICE_ATTRIBUTE_VIRTUAL_ADDRESS_MANAGEMENT_SUPPORTED;
         asked.is_ok() && can == 1 && attribute_of(&self.api, maps, peer) == 1
+    }
+
+    /// What asking about a stream needs: for one of the driver's own names the context that it means. A stream that was created
+    /// knows its own, and each malloc on one asks.
+    fn enter_for(&self, stream: Stream, call: &'static str) -> Result<Option<Entered<'_>>> {
+        if stream.0 <= 2 {
+            return self.context.enter(call).map(Some);
+        }
+        self.context.handle(call).map(|_| None)
+    }
+
+    fn get_id(&self, stream: Stream) -> Result<StreamId> {
+        // Without this it ends another stream's global-mode capture that this thread began.
+        let _mode = Relaxed::enter(&self.api);
+        let mut id = 0;
+        // SAFETY: the driver writes one u64; the trait's rule: streams are passed alive.
+        unsafe { self.api.cuStreamGetId(raw(stream), &mut id) }?;
+        Ok(StreamId(id))
     }
 
     fn is_chunk(&self, bytes: u64) -> bool {
@@ -239,13 +257,8 @@ impl Driver for CudaDriver {
             self.api.alive(CALL)?;
             return Ok(StreamId(0));
         }
-        let _current = self.context.enter(CALL)?;
-        // Without this it ends another stream's global-mode capture that this thread began.
-        let _mode = Relaxed::enter(&self.api);
-        let mut id = 0;
-        // SAFETY: the driver writes one u64; the trait's rule: streams are passed alive.
-        unsafe { self.api.cuStreamGetId(raw(stream), &mut id) }?;
-        Ok(StreamId(id))
+        let _current = self.enter_for(stream, CALL)?;
+        self.get_id(stream)
     }
 
     fn stream_synchronize(&self, stream: Stream) -> Result<()> {
@@ -263,7 +276,7 @@ impl Driver for CudaDriver {
     }
 
     fn stream_capture(&self, stream: Stream) -> Result<Capture> {
-        let _current = self.context.enter("cuStreamIsCapturing")?;
+        let _current = self.enter_for(stream, "cuStreamIsCapturing")?;
         let mut status = 0;
         // SAFETY: the driver writes one int; the trait's rule: streams are passed alive.
         unsafe { self.api.cuStreamIsCapturing(raw(stream), &mut status) }?;
@@ -275,8 +288,7 @@ impl Driver for CudaDriver {
     }
 
     fn stream_identity(&self, stream: Stream) -> Result<Option<StreamId>> {
-        // Every malloc on a stream that was created asks this, so the context is looked up once.
-        let _current = self.context.enter("cuStreamIsCapturing")?;
+        let _current = self.enter_for(stream, "cuStreamIsCapturing")?;
         let mut status = 0;
         // SAFETY: the driver writes one int; the trait's rule: streams are passed alive.
         unsafe { self.api.cuStreamIsCapturing(raw(stream), &mut status) }?;
@@ -286,11 +298,7 @@ impl Driver for CudaDriver {
         if matches!(stream.0, 0 | 1) {
             return Ok(Some(StreamId(0)));
         }
-        let _mode = Relaxed::enter(&self.api);
-        let mut id = 0;
-        // SAFETY: as above.
-        unsafe { self.api.cuStreamGetId(raw(stream), &mut id) }?;
-        Ok(Some(StreamId(id)))
+        self.get_id(stream).map(Some)
     }
 
     fn copy(&self, dst: Addr, src: Addr, bytes: u64, stream: Stream) -> Result<()> {

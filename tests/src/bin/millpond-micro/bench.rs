@@ -95,7 +95,7 @@ impl Owner {
         command.args(["--worker", name, "--driver", &self.driver, "--socket"]).arg(&self.socket).env("MILLPOND_KEY", &self.key);
         // As Arena.worker_env() does.
         if std::env::var_os("CUDA_DEVICE_MAX_CONNECTIONS").is_none() {
-            command.env("CUDA_DEVICE_MAX_CONNECTIONS", "32");
+            command.env("CUDA_DEVICE_MAX_CONNECTIONS", "8");
         }
         let process = Lines::of(&mut command)?;
         let channel = parent.client.accept(PATIENCE).map_err(|error| format!("the worker {name} did not come: {error}"))?;

@@ -79,7 +79,7 @@ impl Owner {
         command.env("MILLPOND_SOCKET", &self.socket).env("MILLPOND_KEY", &self.key);
         // As Arena.worker_env() does.
         if std::env::var_os("CUDA_DEVICE_MAX_CONNECTIONS").is_none() {
-            command.env("CUDA_DEVICE_MAX_CONNECTIONS", "32");
+            command.env("CUDA_DEVICE_MAX_CONNECTIONS", "8");
         }
         let process = Ours(command.spawn().map_err(text)?);
         let channel = parent.client.accept(PATIENCE).map_err(|error| format!("the worker did not come: {error}"))?;
