@@ -32,12 +32,8 @@ _steps = {}
 def count_tier(tier, nbytes, values=1):
     """Values crossed by a tier. Everything that this process counts of tiers goes through here."""
     with _lock:
-        _count(tier, nbytes, values)
-
-
-def _count(tier, nbytes, values):
-    _totals[tier] += values
-    _bytes[tier] += nbytes
+        _totals[tier] += values
+        _bytes[tier] += nbytes
 
 
 def count_fall(best, to, reason):
@@ -85,7 +81,7 @@ class Tiers:
         """Counts values of one message."""
         with _lock:
             self.counts[tier] += values
-            _count(tier, size, values)
+        count_tier(tier, size, values)
         if tier == "inline":  # the library counts the others
             _native.count(b"sent.inline", values)
 
