@@ -16,8 +16,9 @@ def main():
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--json", metavar="FILE")
     parser.add_argument("--match", help="only tests whose names hold one of these")
+    parser.add_argument("--skip", default="", help="none whose names hold one of these")
     parser.add_argument("--driver", choices=("cuda", "host"), default=os.environ.get("MILLPOND_TEST_DRIVER", "cuda"))
-    parser.add_argument("--jobs", type=int, default=max(2, min(8, (os.cpu_count() or 2) // 2)))
+    parser.add_argument("--jobs", type=int, default=max(2, min(12, (os.cpu_count() or 2) // 2)))
     parser.add_argument("--list", action="store_true")
     parser.add_argument("--show", action="store_true", help="print the output of tests that pass too")
     parser.add_argument("--one", help=argparse.SUPPRESS)
@@ -51,7 +52,7 @@ def run(harness, options):
     except ImportError:
         has_torch = False
     for name, entry in harness.TESTS.items():
-        if wanted and not any(w in name for w in wanted):
+        if (wanted and not any(w in name for w in wanted)) or any(w and w in name for w in options.skip.split(",")):
             continue
         if options.quick and not entry["quick"] and not wanted:
             continue
