@@ -1,12 +1,13 @@
 # make demo    real weights go round a parent and two workers, all in one memory
 # make test    all tests, Rust and Python
 # make test-doors   the same with the real pyisolate, comfy-env and Ray, and torch: downloads 3 GB the first time
-# make test-torch   the exception that malloc throws, with the torch/lib of MILLPOND_TORCH_LIB
+# make test-torch   what needs torch and no GPU, with the newest torch and an old one: downloads 6 GB the first time
 # make lint    formatting, clippy, documentation
 # make bench   the benches that need no GPU, ours beside other ways among them: minutes; target/compare has tables and plots
 # Everything that is needed is set up in .venv and target; nothing is installed elsewhere.
 PYTHON ?= python3
 PY     := .venv/bin/python
+TORCHES ?= newest 2.2.2
 export CARGO_TERM_COLOR ?= auto
 SOURCES := $(shell git ls-files 2>/dev/null | grep -E '^(Cargo\.|allocator/|ipc/|torch-plugin/|python/(millpond|pyproject|hatch))' | grep -v '/tests/')
 
@@ -25,9 +26,21 @@ test-python: .venv/.millpond .venv/.test
 test-doors: .venv/.millpond .venv/.test .venv/.doors
 	MILLPOND_TEST_INSTALLED=1 MILLPOND_TEST_NATIVE=1 $(PY) -m pytest -q -rs python/tests
 
-test-torch:
-	@test -n "$$MILLPOND_TORCH_LIB" || { echo "set MILLPOND_TORCH_LIB to the torch/lib folder of an installed torch" >&2; exit 2; }
-	cargo test -p millpond-torch --test throw --locked -- --nocapture
+test-torch: $(TORCHES:%=.venv-torch/%/.ready)
+	cargo build -q --locked -p millpond-torch -p millpond-ipc --features millpond-ipc/cli
+	@set -e; for version in $(TORCHES); do \
+		python=$(CURDIR)/.venv-torch/$$version/bin/python; \
+		$$python -c 'import torch; print("== torch", torch.__version__)'; \
+		MILLPOND_TORCH_LIB=$$($$python -c 'import os, torch; print(os.path.join(os.path.dirname(torch.__file__), "lib"))') \
+			cargo test -q -p millpond-torch --test throw --locked; \
+		$$python -m pytest -q python/tests -k "torch or reducer or end_to_end or dtypes or arrays or package"; \
+	done
+
+# A build for CUDA: it imports where there is no GPU.
+.venv-torch/%/.ready:
+	$(PYTHON) -m venv .venv-torch/$*
+	.venv-torch/$*/bin/pip install -q --disable-pip-version-check pytest "$(if $(filter newest,$*),torch,torch==$*)" "$(if $(filter newest,$*),numpy,numpy<2)"
+	touch $@
 
 lint:
 	cargo fmt --all --check
@@ -67,4 +80,4 @@ bench: .venv/.millpond
 	touch $@
 
 clean:
-	rm -rf .venv target dist .carry
+	rm -rf .venv .venv-torch target dist .carry

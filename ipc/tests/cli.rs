@@ -259,6 +259,23 @@ fn what_cannot_run_is_named() {
 }
 
 #[test]
+fn the_traces_that_are_shipped_replay() {
+    let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/../benches/traces");
+    let mut files: Vec<PathBuf> = std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path()).collect();
+    files.retain(|path| path.extension().is_some_and(|end| end == "gz"));
+    assert_eq!(files.len(), 7);
+    let output = Command::new(program()).arg("replay").arg("--json").args(&files).output().unwrap();
+    assert!(output.status.success(), "{output:?}");
+    let found: Value = serde_json::from_slice(&output.stdout).unwrap();
+    for trace in found["traces"].as_array().unwrap() {
+        assert!(trace["events"].as_u64() > Some(900) && trace["failed"].as_array().is_some_and(Vec::is_empty), "{trace}");
+        // What training reserves is at most a tenth more than what it uses.
+        let training = trace["file"].as_str().is_some_and(|file| file.ends_with("/training.csv.gz"));
+        assert!(!training || trace["ratio"].as_f64() < Some(1.10), "{trace}");
+    }
+}
+
+#[test]
 fn a_replay_names_the_event_that_failed() {
     let folder = tempfile::tempdir().unwrap();
     let (good, bad) = (folder.path().join("good.csv"), folder.path().join("bad.csv"));

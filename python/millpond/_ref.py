@@ -1,6 +1,7 @@
 """`Ref`: a received value that is not touched yet. Forwarding it maps nothing."""
 
 import sys
+import threading
 
 from . import _dtypes, _memory, _native, _streams, errors
 
@@ -198,11 +199,18 @@ def available(module):
     if sys.modules.get(module) is not None:
         return True
     if module not in _found:
-        import importlib
+        # In a thread: what a module keeps of the frames that import it (torch 2.2 keeps them all) holds no values of ours then.
+        thread = threading.Thread(target=_load, args=(module,), name="millpond-import")
+        thread.start()
+        thread.join()
+    return _found.get(module, False)
 
-        try:
-            importlib.import_module(module)
-            _found[module] = True
-        except ImportError:  # not there, or another Python's
-            _found[module] = False
-    return _found[module]
+
+def _load(module):
+    import importlib
+
+    try:
+        importlib.import_module(module)
+        _found[module] = True
+    except ImportError:  # not there, or another Python's
+        _found[module] = False

@@ -15,13 +15,28 @@ _entries = MOST
 _skipped = frozenset()
 
 
-def record(enabled, context="all", stacks="all", max_entries=MOST, clear_history=False, compile_context=False, annotations=False, skip=()):
-    """`torch._C._cuda_record_memory_history`. C++ frames are not recorded, whatever `stacks` is."""
+def record(
+    enabled,
+    context="all",
+    stacks="all",
+    max_entries=MOST,
+    clear_history=False,
+    compile_context=False,
+    annotations=False,
+    skip=(),
+    pinned=False,
+    cuda=True,
+    *newer,
+):
+    """`torch._C._cuda_record_memory_history`, up to torch 2.15's arguments. C++ frames are not recorded, whatever `stacks` is, nor is
+    torch's pinned host memory, which is not the arena's."""
     global _enabled, _entries, _skipped
     _check("enabled", enabled, (None, "state", "all"))
     _check("context", context, (None, "state", "alloc", "all"))
     _check("stacks", stacks, ("python", "all"))
-    if enabled is None:
+    if pinned:
+        raise errors.Unsupported("record_pinned_host_memory: torch's pinned host memory is not the arena's, and is not recorded under millpond")
+    if enabled is None or not cuda:
         _enabled = None
         _native.control("record_stop")
         return

@@ -87,14 +87,20 @@ def frames_of(event, snapshot):
     return [bool(e["frames"]) for e in snapshot["device_traces"][0] if e["action"] == event]
 def pair():
     library.deallocate(innermost())
+def history(*args, **more):
+    # Without what this torch has not (clear_history: since 2.8), from nothing.
+    if more.pop("clear_history", False):
+        _torch_trace.record(*args or ("all",), more.get("context", "all"), clear_history=True)
+    else:
+        memory._record_memory_history(*args, **more)
 innermost()
 memory._record_memory_history("all", context=None)
 pair()
 assert frames_of("alloc", memory._snapshot()) == [False]
-memory._record_memory_history("all", context="alloc", clear_history=True)
+history("all", context="alloc", clear_history=True)
 pair()
 assert frames_of("alloc", memory._snapshot()) == [True] and frames_of("free_requested", memory._snapshot()) == [False]
-memory._record_memory_history(clear_history=True)
+history(clear_history=True)
 pair()
 s = memory._snapshot()
 assert frames_of("alloc", s) == [True], s["device_traces"]
@@ -118,6 +124,13 @@ pair()
 assert actions(memory._snapshot()) == ["alloc", "free_requested", "free_completed"]
 memory._record_memory_history(False)
 assert not torch._C._cuda_isHistoryEnabled()
+for newer in ((False, True, "later"), (False, False), (True, True)):
+    try:
+        _torch_trace.record("all", "all", "all", 10, False, False, False, [], *newer)
+    except millpond.Unsupported as e:
+        assert newer[0] and "pinned" in str(e)
+    assert torch._C._cuda_isHistoryEnabled() == (newer != (False, False)) or newer[0]
+_torch_trace.record(None)
 for bad in (dict(enabled="some"), dict(context="everything"), dict(stacks="c")):
     try:
         memory._record_memory_history(**bad)

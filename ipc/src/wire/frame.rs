@@ -5,7 +5,6 @@ use std::collections::VecDeque;
 use std::io::{IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
 use rustix::event::{poll, PollFd, PollFlags, Timespec};
@@ -26,11 +25,6 @@ const EAGER_MOST: Duration = Duration::from_micros(150);
 const SLOW: Duration = Duration::from_millis(1);
 /// What an eager reader spends where frames have not been coming fast.
 const EAGER_LEAST: Duration = Duration::from_micros(20);
-
-fn cores_to_spare() -> bool {
-    static SPARE: OnceLock<bool> = OnceLock::new();
-    *SPARE.get_or_init(|| std::thread::available_parallelism().is_ok_and(|cores| cores.get() > 4))
-}
 
 /// Why a frame could not be sent or read.
 #[derive(Debug, thiserror::Error)]
@@ -288,15 +282,15 @@ impl FrameReader {
         }
     }
 
-    /// Waits for one whole frame (`None`: for ever). `eager`: the answer is likely on its way, so a core is spent on it for a
-    /// moment (where there are cores to spare), longer where frames have been coming fast.
+    /// Waits for one whole frame (`None`: for ever). `eager`: the answer is likely on its way, so it is looked for again and
+    /// again for a moment, longer where frames have been coming fast; others may run in between.
     ///
     /// # Errors
     /// [`FrameError`].
     pub fn read_frame(&mut self, socket: BorrowedFd<'_>, timeout: Option<Duration>, eager: bool) -> Result<Vec<u8>, FrameError> {
         let start = Instant::now();
         let deadline = timeout.map(|t| start + t);
-        let eager = if eager && cores_to_spare() { self.patience() } else { Duration::ZERO };
+        let eager = if eager { self.patience() } else { Duration::ZERO };
         loop {
             if let Some(frame) = self.next_frame()? {
                 self.usual = (self.usual * 3 + start.elapsed().min(SLOW)) / 4;
@@ -304,7 +298,8 @@ impl FrameReader {
             }
             if !self.fill(socket)? {
                 if start.elapsed() < eager {
-                    std::hint::spin_loop();
+                    // Whoever is to answer may need this very processor.
+                    std::thread::yield_now();
                 } else {
                     wait(socket, PollFlags::IN, deadline)?;
                 }
