@@ -6,11 +6,11 @@ mod heap_lab;
 
 use std::sync::{Arc, Barrier};
 
-use heap_lab::{oom, Lab, CHUNK, CONFIG, MIB};
+use heap_lab::{oom, Lab, Words, CHUNK, CONFIG, MIB};
 use millpond_allocator::driver::host::HostCall;
 use millpond_allocator::driver::{Capture, CuResult, Driver, Stream};
 use millpond_allocator::heap::PoolId;
-use millpond_allocator::timeline::{Signal, Slots, TimelineMemory, Timelines, Word};
+use millpond_allocator::timeline::{Signal, Slots, Timelines};
 
 const POOL: PoolId = PoolId { graph: 1, user: 0 };
 
@@ -265,22 +265,9 @@ fn a_driver_without_context_events_is_asked_once() {
     lab.alloc(4 * MIB, one);
 }
 
-#[repr(C, align(4096))]
-#[derive(Debug)]
-struct Words([Word; 64]);
-
-impl TimelineMemory for Words {
-    fn word(&self, timeline: u32) -> Option<&Word> {
-        self.0.get(timeline as usize)
-    }
-    fn range(&self) -> (*mut u8, usize) {
-        (self.0.as_ptr().cast_mut().cast(), size_of_val(&self.0))
-    }
-}
-
 #[test]
 fn nobody_is_made_to_wait_for_a_stream_behind_an_unmet_timeline() {
-    let words = Arc::new(Words(std::array::from_fn(|_| Word::default())));
+    let words = Arc::new(Words::default());
     let mut timelines = None;
     let lab = Lab::with(CONFIG, |driver| {
         timelines = Some(Arc::new(Timelines::new(driver.clone(), words.clone(), Arc::new(Slots::new(0, 4))).unwrap()));

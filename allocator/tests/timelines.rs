@@ -2,29 +2,19 @@
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
+mod heap_lab;
+
 use std::sync::Arc;
 
+use heap_lab::Words;
 use millpond_allocator::driver::host::{HostConfig, HostPlatform};
 use millpond_allocator::driver::Driver;
-use millpond_allocator::timeline::{Reached, Slots, TimelineMemory, Timelines, Word};
-
-#[repr(C, align(4096))]
-#[derive(Debug)]
-struct Words([Word; 64]);
-
-impl TimelineMemory for Words {
-    fn word(&self, timeline: u32) -> Option<&Word> {
-        self.0.get(timeline as usize)
-    }
-    fn range(&self) -> (*mut u8, usize) {
-        (self.0.as_ptr().cast_mut().cast(), size_of_val(&self.0))
-    }
-}
+use millpond_allocator::timeline::{Reached, Slots, Timelines};
 
 #[test]
 fn devices_of_one_process_share_the_words() {
     let platform = HostPlatform::new(HostConfig { devices: 2, ..HostConfig::default() });
-    let words = Arc::new(Words(std::array::from_fn(|_| Word::default())));
+    let words = Arc::new(Words::default());
     let slots = Arc::new(Slots::new(0, 8));
     let drivers = [platform.driver(0).unwrap(), platform.driver(1).unwrap()];
     drivers.iter().for_each(|driver| driver.attach_context().unwrap());

@@ -79,6 +79,13 @@ def uninstall_stats():
     _torch_stats.uninstall()
 
 
+def memory_snapshot():
+    """This process's arena memory by segment and block, with the history that is recorded, as `torch.cuda.memory._snapshot()` has it
+    (torch's viewer opens it): also where `install(stats=False)` left torch's own functions alone."""
+    _session.info()
+    return _torch_stats._snapshot()
+
+
 @contextlib.contextmanager
 def pool():
     """This thread's allocations inside the block come from the arena, through torch's caching allocator. Gives the

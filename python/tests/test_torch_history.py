@@ -43,6 +43,10 @@ def test_a_snapshot_with_its_history_is_what_torch_s_viewer_reads():
     out = run(
         """
 assert memory._snapshot()["device_traces"] == [[]]
+import millpond.torch
+_torch_stats.uninstall()
+assert millpond.torch.memory_snapshot()["device_traces"] == [[]], "without torch's own functions patched"
+_torch_stats.install()
 memory._record_memory_history(max_entries=1000, stacks="python")
 assert torch._C._cuda_isHistoryEnabled()
 kept, gone, large = innermost(3000), innermost(5000), innermost(9 << 20)

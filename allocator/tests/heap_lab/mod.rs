@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use millpond_allocator::driver::host::{HostConfig, HostDriver, HostPlatform};
 use millpond_allocator::driver::{Access, Addr, Driver, Stream};
 use millpond_allocator::heap::{Heap, HeapConfig, HeapError, LocalSource, OutOfMemory};
-use millpond_allocator::timeline::Timelines;
+use millpond_allocator::timeline::{TimelineMemory, Timelines, Word};
 use millpond_allocator::window::Window;
 
 pub const KIB: u64 = 1 << 10;
@@ -134,5 +134,25 @@ impl Dice {
     pub fn roll(&mut self, below: u64) -> u64 {
         self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
         (self.0 >> 33) % below
+    }
+}
+
+/// A client's timelines, in memory of this process.
+#[repr(C, align(4096))]
+#[derive(Debug)]
+pub struct Words(pub [Word; 64]);
+
+impl Default for Words {
+    fn default() -> Self {
+        Self(std::array::from_fn(|_| Word::default()))
+    }
+}
+
+impl TimelineMemory for Words {
+    fn word(&self, timeline: u32) -> Option<&Word> {
+        self.0.get(timeline as usize)
+    }
+    fn range(&self) -> (*mut u8, usize) {
+        (self.0.as_ptr().cast_mut().cast(), size_of_val(&self.0))
     }
 }
