@@ -66,8 +66,8 @@ impl Heap {
         })
     }
 
-    /// How much to ask for, for a block of `exact` bytes of chunks. A large block gets a chunk of its own, exactly its size. Else the chunk holds a whole number of
-    /// such blocks, as many as a growth of the usual size does: blocks of one size come in numbers, and a rest that is too
+    /// How much to ask for, for a block of `exact` bytes of chunks. A large block gets a chunk of its own, exactly its size. Else the
+    /// chunk holds a whole number of such blocks, as many as a growth of the usual size does: blocks of one size come in numbers, and a rest that is too
     /// small for one more would lie idle.
     fn growth(&self, exact: u64, reserved: u64) -> u64 {
         if exact >= self.config.own_chunk {
