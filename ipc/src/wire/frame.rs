@@ -290,7 +290,7 @@ impl FrameReader {
     pub fn read_frame(&mut self, socket: BorrowedFd<'_>, timeout: Option<Duration>, eager: bool) -> Result<Vec<u8>, FrameError> {
         let start = Instant::now();
         let deadline = timeout.map(|t| start + t);
-        let eager = if eager { self.patience() } else { Duration::ZERO };
+        let eager = if eager { self.patience().min(timeout.unwrap_or(Duration::MAX)) } else { Duration::ZERO };
         loop {
             if let Some(frame) = self.next_frame()? {
                 self.usual = (self.usual * 3 + start.elapsed().min(SLOW)) / 4;
