@@ -77,15 +77,6 @@ impl CudaDriver {
         self.context.handle(call).map(|_| None)
     }
 
-    fn get_id(&self, stream: Stream) -> Result<StreamId> {
-        // Without this it ends another stream's global-mode capture that this thread began.
-        let _mode = Relaxed::enter(&self.api);
-        let mut id = 0;
-        // SAFETY: the driver writes one u64; the trait's rule: streams are passed alive.
-        unsafe { self.api.cuStreamGetId(raw(stream), &mut id) }?;
-        Ok(StreamId(id))
-    }
-
     fn is_chunk(&self, bytes: u64) -> bool {
         bytes != 0 && bytes.is_multiple_of(self.survey.info.granularity)
     }
@@ -258,7 +249,12 @@ impl Driver for CudaDriver {
             return Ok(StreamId(0));
         }
         let _current = self.enter_for(stream, CALL)?;
-        self.get_id(stream)
+        // Without this it ends another stream's global-mode capture that this thread began.
+        let _mode = Relaxed::enter(&self.api);
+        let mut id = 0;
+        // SAFETY: the driver writes one u64; the trait's rule: streams are passed alive.
+        unsafe { self.api.cuStreamGetId(raw(stream), &mut id) }?;
+        Ok(StreamId(id))
     }
 
     fn stream_synchronize(&self, stream: Stream) -> Result<()> {
@@ -285,20 +281,6 @@ impl Driver for CudaDriver {
             active if active == CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_ACTIVE as u32 => Capture::Active,
             _ => Capture::Invalidated,
         })
-    }
-
-    fn stream_identity(&self, stream: Stream) -> Result<Option<StreamId>> {
-        let _current = self.enter_for(stream, "cuStreamIsCapturing")?;
-        let mut status = 0;
-        // SAFETY: the driver writes one int; the trait's rule: streams are passed alive.
-        unsafe { self.api.cuStreamIsCapturing(raw(stream), &mut status) }?;
-        if status != CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE as u32 {
-            return Ok(None);
-        }
-        if matches!(stream.0, 0 | 1) {
-            return Ok(Some(StreamId(0)));
-        }
-        self.get_id(stream).map(Some)
     }
 
     fn copy(&self, dst: Addr, src: Addr, bytes: u64, stream: Stream) -> Result<()> {
