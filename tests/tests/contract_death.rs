@@ -3,7 +3,7 @@
 
 mod common;
 
-use common::{eventually, link, Arena, Worker, MIB};
+use common::{eventually, link, send_late, Arena, Worker, MIB};
 
 #[test]
 fn role() {
@@ -206,12 +206,7 @@ fn crashed_at_every_step() {
 fn a_forked_child_is_waited_for() {
     let arena = Arena::new();
     let (mut a, mut b) = (arena.worker("a"), arena.worker("b"));
-    let (ab, ba) = link(&mut a, &mut b);
-    a.ok(&format!("alloc {MIB} 1"));
-    a.ok("stall 1");
-    a.ok("fill 0 1 1");
-    a.ok(&format!("send {ab} 0 1"));
-    b.ok(&format!("recv {ba} 1"));
+    let (_, ba) = send_late(&mut a, &mut b);
     let child: i32 = a.ok("fork").parse().unwrap();
     a.die("kill");
     eventually("its process has ended", || arena.row("a").is_some_and(|row| row.state == "dying"));

@@ -3,7 +3,7 @@
 
 mod common;
 
-use common::{eventually, link, Arena, MIB};
+use common::{eventually, link, send_late, Arena, MIB};
 use std::time::Duration;
 
 #[test]
@@ -105,12 +105,7 @@ fn a_client_in_another_pid_namespace_dies_as_any_other() {
     }
     let arena = Arena::new();
     let (mut a, mut b) = (arena.boxed("a"), arena.boxed("b"));
-    let (ab, ba) = link(&mut a, &mut b);
-    a.ok(&format!("alloc {MIB} 1"));
-    a.ok("stall 1");
-    a.ok("fill 0 1 1");
-    a.ok(&format!("send {ab} 0 1"));
-    b.ok(&format!("recv {ba} 1"));
+    let (_, ba) = send_late(&mut a, &mut b);
     b.ask("ready 0 60000");
     a.die("kill");
     assert!(b.answer().starts_with("err PeerDied"));
@@ -128,12 +123,7 @@ fn without_an_owner_a_peer_in_another_pid_namespace_is_watched_by_those_that_imp
     }
     let mut arena = Arena::new();
     let (mut a, mut b) = (arena.boxed("a"), arena.boxed("b"));
-    let (ab, ba) = link(&mut a, &mut b);
-    a.ok(&format!("alloc {MIB} 1"));
-    a.ok("stall 1");
-    a.ok("fill 0 1 1");
-    a.ok(&format!("send {ab} 0 1"));
-    b.ok(&format!("recv {ba} 1"));
+    send_late(&mut a, &mut b);
     arena.owner.signal(libc::SIGKILL);
     arena.owner.wait();
     eventually("the owner's death is seen", || b.number("owner") == 0);

@@ -292,6 +292,18 @@ pub fn link(a: &mut Worker, b: &mut Worker) -> (u64, u64) {
     (number(a.answer()), number(b.answer()))
 }
 
+/// A channel between two workers, as [`link`], over which `b` has received a value that `a`'s stalled stream 1 has yet to write: `b`'s
+/// stream 1 waits for it.
+pub fn send_late(a: &mut Worker, b: &mut Worker) -> (u64, u64) {
+    let (ab, ba) = link(a, b);
+    a.ok(&format!("alloc {MIB} 1"));
+    a.ok("stall 1");
+    a.ok("fill 0 1 1");
+    a.ok(&format!("send {ab} 0 1"));
+    b.ok(&format!("recv {ba} 1"));
+    (ab, ba)
+}
+
 pub fn wait_for(mut condition: impl FnMut() -> bool) -> bool {
     let deadline = Instant::now() + BOUND;
     loop {
