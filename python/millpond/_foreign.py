@@ -256,15 +256,7 @@ class Prover:
         elif step == "gpu-x-pool":
             pool.take(self._channel._serial, message.decode())
         elif step == "gpu-x":
-            try:
-                backend = canary.gpu_backend()
-                if not isinstance(backend, canary._Backend):
-                    raise errors.Unsupported(backend or "torch is not loaded in this process")
-                with backend.aside():
-                    wrong = backend.check(message.decode())
-                why = "; ".join(f"{name}: {what}" for name, what in wrong.items())
-            except Exception as e:  # what cannot even be looked at is wrong
-                why = f"{type(e).__name__}: {e}"
+            why = canary.fault_of(canary.gpu_backend(), message)
             self._channel._quietly(["k", "gpu-x-bad"], why) if why else self._channel._quietly(["k", "gpu-x-ok"])
 
     def _off(self, why):

@@ -333,14 +333,7 @@ class Prover:
             self._channel._quietly(["k", "gpu-blind", device])
             return
         here = _gpu_here(memories)
-        try:
-            if not isinstance(backend, _Backend):
-                raise errors.Unsupported(backend)
-            with backend.aside(here):
-                wrong = backend.check(message.decode())
-            why = "; ".join(f"{name}: {what}" for name, what in wrong.items())
-        except Exception as e:  # what cannot even be looked at is wrong
-            why = f"{type(e).__name__}: {e}"
+        why = fault_of(backend, message, here)
         if not why:
             self._channel._quietly(["k", "gpu-ok", device])
             return
@@ -368,8 +361,7 @@ class Prover:
                     return
                 except errors.Error as e:
                     log.error("a value to %s is lost, it could not be sent again by host memory: %s", channel.peer.name, e)
-            if not self._start:
-                self._kept.clear()
+            self._answered(device)
 
     def _off(self, device, why):
         self._states[device] = False
@@ -377,6 +369,18 @@ class Prover:
         self.reason = f"the GPU tier failed its canary and is off for this connection: {why}"
         name = self._channel.peer.name
         log.warning("GPU tier of the connection to %s is off for GPU %d, its values go through host memory: %s", name, device, why)
+
+
+def fault_of(backend, message, device=None):
+    """What is wrong with a message of probes, looked at on a GPU (None: the current one); empty where nothing is."""
+    try:
+        if not isinstance(backend, _Backend):
+            raise errors.Unsupported(backend or "torch is not loaded in this process")
+        with backend.aside(device):
+            wrong = backend.check(message.decode())
+        return "; ".join(f"{name}: {what}" for name, what in wrong.items())
+    except Exception as e:  # what cannot even be looked at is wrong
+        return f"{type(e).__name__}: {e}"
 
 
 def _gpu_here(memories):
