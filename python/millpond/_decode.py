@@ -136,10 +136,26 @@ class _Decoder:
         known = _session.ordinal_of(device_id) if device_id else torch.cuda.current_device()
         nbytes = value.numel() * value.element_size()
         if nbytes >= _pinned.LEAST and value.is_contiguous():
-            target = torch.empty_like(value, device=f"cuda:{known}")
+            target = torch.empty_like(value, device=_gpu(known))
             if _pinned.copy(known, target.data_ptr(), value.data_ptr(), nbytes) is not None:
                 return target
-        return value.to(f"cuda:{known}")
+        return value.to(_gpu(known))
+
+    def arrive(self, node, device_id, pieces):
+        """The same for one that is still on its way to host memory: what is there of it is copied while the rest comes."""
+        torch = _streams.torch_cuda()
+        _, _, index, offset, name, shape, strides = node
+        if torch is None or self.lazy or strides or index < 0:
+            return self.put_back(self.tensor(node), device_id)
+        row, shape = _dtypes.lookup(name), tuple(shape)
+        memory = self.memories[index]
+        _memory.check_bounds(memory, offset, row, shape, None)
+        known = _session.ordinal_of(device_id) if device_id else torch.cuda.current_device()
+        target = torch.empty(shape, dtype=_dtypes.to_torch(row.name), device=_gpu(known))
+        nbytes = _memory.span(shape, None) * row.itemsize
+        if _pinned.into(known, target.data_ptr(), memory, offset, nbytes, pieces) is None:
+            return self.put_back(self.tensor(node), device_id)
+        return target
 
     @staticmethod
     def bytes(kind, memory, offset, nbytes):
@@ -148,6 +164,10 @@ class _Decoder:
         if kind == "a":
             return bytearray(_memory.buffer(memory, offset, nbytes))
         return _memory.buffer(memory, offset, nbytes)
+
+
+def _gpu(ordinal):
+    return f"cuda:{ordinal}"
 
 
 def _inline(decoder, node):
@@ -167,6 +187,7 @@ _TAGS = {
     "v": _Decoder.tensor,
     "x": _foreign.decode,
     "g": lambda d, node: d.put_back(node[1], node[2]),
+    "h": lambda d, node: d.arrive(node[1], node[2], node[3]),
     "u": lambda d, node: tuple(node[1]),
     "d": lambda d, node: {key: value for key, value in node[1]},
     "f": lambda d, node: float(node[1]),

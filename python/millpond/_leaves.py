@@ -118,20 +118,31 @@ def _plain_tensor(torch, tensor):
 
 def hosted(e, tensor):
     """A GPU tensor that goes by host memory: a copy in the host arena, which the other side puts back on a GPU if it uses one."""
-    import torch
-
     tensor = tensor.detach().contiguous()
+    device, nbytes = tensor.get_device(), tensor.numel() * tensor.element_size()
     copy = _ref.empty(tuple(tensor.shape), tensor.dtype, -1, "t")
-    nbytes = tensor.numel() * tensor.element_size()
-    tier = _pinned.copy(tensor.get_device(), copy.data_ptr(), tensor.data_ptr(), nbytes) if tensor.is_cuda else None
-    if tier is None:
-        copy.copy_(tensor)  # returns when the bytes are there
-        tier = "host"
+    leaving = _pinned.out(device, copy.data_ptr(), tensor.data_ptr(), nbytes) if e.overlap and _on_gpu(tensor) else None
+    if leaving is not None:
+        number, pieces, tier = leaving
+        e.out.leaving.append(number)
+        e.out.keep.append(tensor)
+    else:
+        tier = _pinned.copy(device, copy.data_ptr(), tensor.data_ptr(), nbytes) if _on_gpu(tensor) else None
+        if tier is None:
+            copy.copy_(tensor)  # returns when the bytes are there
+            tier = "host"
     e.out.went_by_host(tier, nbytes, copy.data_ptr())
     if not e.by_choice:
         reason = None if _streams.gpus() else "a GPU tensor went through host memory: this arena serves no GPU"
         e.out.falls.append(("arena", tier, reason, nbytes))
-    return {"$": ["g", torch_tensor(e, copy, 0), device_id(tensor.get_device()) if isinstance(tensor, torch.Tensor) else 0]}
+    node = torch_tensor(e, copy, 0)
+    if leaving is not None:
+        return {"$": ["h", node["$"], device_id(device), pieces]}
+    return {"$": ["g", node, device_id(device)]}
+
+
+def _on_gpu(tensor):
+    return tensor.is_cuda
 
 
 def hosted_reference(e, ref):

@@ -7,6 +7,7 @@ with a tag (a user's dict with that key is written as pairs):
     ["v", ...the same]                                  one of several values that share a range
     ["u", [items]]        tuple                         ["d", [[key, value], ...]]  dict with other keys than strings
     ["g", value, device]  a GPU value that came by host memory; device: its GPU's id
+    ["h", [...as "t"], device, pieces]   the same, while it is being copied there: see `_pinned`; pieces: [end, timeline, value]
     ["x", ...]            a GPU value by a token of the driver's: see `_foreign`
     ["f", "nan"]          float that JSON lacks         ["i", "0x..."]              integer over 64 bits
     ["c", re, im]         complex                       ["s", dtype, base64]        numpy scalar
@@ -21,7 +22,7 @@ import base64
 import ctypes
 import json
 
-from . import _leaves, _memory, _native, _ref, _streams, _types, errors
+from . import _leaves, _memory, _native, _pinned, _ref, _streams, _types, errors
 from ._leaves import No
 
 #: bytes up to this size travel in the tree itself.
@@ -40,7 +41,7 @@ class _Deep(Exception):
 class Encoded:
     """What `_native.send` needs, and what must live until it has returned."""
 
-    __slots__ = ("text", "tensors", "keep", "copies", "copied_bytes", "hosted", "ways", "inline", "gpus", "falls", "foreign", "by_host")
+    __slots__ = ("text", "tensors", "keep", "copies", "copied_bytes", "hosted", "ways", "inline", "gpus", "falls", "foreign", "by_host", "leaving")
 
     def __init__(self):
         self.text = b""
@@ -55,6 +56,7 @@ class Encoded:
         self.falls = []  # (best tier, the tier taken, reason or None for the connection's, bytes)
         self.foreign = []  # values by token: (kind, bytes, first companion, last companion, what to keep)
         self.by_host = {}  # tier -> (values, bytes), of those in `hosted`
+        self.leaving = []  # copies to host memory that are under way
 
     def went_by_host(self, tier, nbytes, address):
         """A GPU value goes by host memory, where its copy is."""
@@ -65,10 +67,16 @@ class Encoded:
         self.by_host[tier] = (values + 1, before + nbytes)
 
 
-class _Encoder:
-    __slots__ = ("leaves", "imports", "tensors", "out", "off", "streams", "foreign", "why_copied", "by_choice")
+    def finish(self):
+        """Returns when nothing that was encoded is read any more: the message has left, or will not."""
+        while self.leaving:
+            _pinned.over(self.leaving.pop())
 
-    def __init__(self, off=(), foreign=(), why_copied=None, by_choice=False):
+
+class _Encoder:
+    __slots__ = ("leaves", "imports", "tensors", "out", "off", "streams", "foreign", "why_copied", "by_choice", "overlap")
+
+    def __init__(self, off=(), foreign=(), why_copied=None, by_choice=False, overlap=False):
         #: The GPUs whose values may not go by their arena.
         self.off = off
         #: Which kinds of token GPU values that are not the arena's may go by; or what is counted of each: (best, to, why).
@@ -76,6 +84,8 @@ class _Encoder:
         self.why_copied = why_copied
         #: Going by host memory was asked for, and is no fall.
         self.by_choice = by_choice
+        #: The message may leave before the copies to host memory are over; the caller calls `Encoded.finish`.
+        self.overlap = overlap
         self.streams = {}  # device -> the stream that READY follows
         self.leaves = []  # (device, first byte, end, position, node)
         self.imports = {}  # handle -> index
@@ -132,10 +142,18 @@ def _close(group, low, high, tensors, streams, flags):
             node[0] = "v"
 
 
-def encode(value, header=None, root="out", readonly=False, off=(), foreign=(), why_copied=None, by_choice=False):
+def encode(value, header=None, root="out", readonly=False, off=(), foreign=(), why_copied=None, by_choice=False, overlap=False):
     """Encodes a value. With `header` (JSON-ready) the text is `[header,value]`. Values on the GPUs in `off` go by host memory; for
     the rest see `_Encoder`."""
-    encoder = _Encoder(off, foreign, why_copied, by_choice)
+    encoder = _Encoder(off, foreign, why_copied, by_choice, overlap)
+    try:
+        return _encoded(encoder, value, header, root, readonly)
+    except BaseException:
+        encoder.out.finish()
+        raise
+
+
+def _encoded(encoder, value, header, root, readonly):
     try:
         body = _DISPATCH[type(value)](encoder, value, 0)
     except (No, _Deep, errors.Unsupported, RecursionError) as e:

@@ -7,7 +7,6 @@ use std::ptr::null_mut;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use millpond_allocator::driver::Stream;
 use millpond_ipc::client::{Channel, Client, Error, Located, OnOwnerDeath, Options, Place};
 use millpond_ipc::control::Count;
 use millpond_ipc::observer::{ObserveError, Observer};
@@ -19,7 +18,8 @@ use serde_json::{json, Value};
 
 use crate::error::{give, guard, take, ApiError, Result, FAILED};
 use crate::foreign::{self, Kind};
-use crate::{recording, state, stats, tensor, torch};
+use crate::tensor::place;
+use crate::{copies, recording, state, stats, tensor, torch};
 
 /// The version of this interface. It changes when a function or a structure does.
 pub const ABI_VERSION: u32 = 1;
@@ -162,6 +162,11 @@ enum Op {
         bytes: u64,
         stream: u64,
     },
+    CopyOut(copies::Out),
+    CopiedOut {
+        number: u64,
+    },
+    CopyIn(Box<copies::In>),
     ImportParted {
         import: u64,
     },
@@ -243,6 +248,9 @@ enum Op {
 /// | next_event | timeout_ms | event: {kind (pressure, refusal), device, by, asked, limit, reserved, free, missed}, or null |
 /// | locate | address | kind (block, import, foreign), window, offset, device |
 /// | copy_by_host | device, to, from, bytes, stream: one side is host memory; returns when it is there | pinned, pageable: bytes |
+/// | copy_out | as copy_by_host, from a GPU: it is queued, and a message with the block may leave | number, pieces: [end, timeline, value], pinned, pageable |
+/// | copied_out | number: must follow | {}: that copy is over |
+/// | copy_in | device, import, offset, bytes, done, to, stream, pieces | done: less than bytes where the time was up; pinned, pageable |
 /// | import_parted | import | parted: it was let go of and no stream can reach it |
 /// | pool_swap; pool_fd, pool_use; pool_import | device; ; device, peer (serial), theirs (its GPU), fd | id; fd (the caller closes it), reserved, used and their peaks; {} |
 /// | foreign_export | device, address: memory that is not the arena's | kind (ipc, pool), token, offset, bytes |
@@ -341,10 +349,13 @@ fn run(op: Op) -> Result<Value> {
         Op::NextEvent { timeout_ms } => json!({ "event": state::client()?.next_event(wait(timeout_ms))? }),
         Op::Counters => counters(&*state::client()?),
         Op::Locate { address } => locate(&*state::client()?, address),
-        Op::CopyByHost { device, to, from, bytes, stream } => {
-            let copied = state::client()?.copy_by_host(device, to, from, bytes, Stream(stream))?;
-            json!({"pinned": copied.pinned, "pageable": copied.pageable})
+        Op::CopyByHost { device, to, from, bytes, stream } => copies::by_host(device, to, from, bytes, stream)?,
+        Op::CopyOut(op) => copies::out(&op)?,
+        Op::CopiedOut { number } => {
+            state::client()?.copied_out(number)?;
+            json!({})
         }
+        Op::CopyIn(op) => copies::into(&op)?,
         Op::ImportParted { import } => json!({ "parted": state::client()?.is_parted(import) }),
         Op::PoolSwap { device } => foreign::swap(device)?,
         Op::PoolFd { device } => foreign::pool_fd(device)?,
@@ -374,10 +385,6 @@ fn to_value(value: &impl serde::Serialize) -> Result<Value> {
 
 fn wait(timeout_ms: Option<u64>) -> Duration {
     Duration::from_millis(timeout_ms.unwrap_or(30_000))
-}
-
-fn place(device: i32) -> Place {
-    u32::try_from(device).map_or(Place::Host, Place::Ordinal)
 }
 
 fn attach(op: Attach) -> Result<Value> {
