@@ -52,7 +52,7 @@ class _Deep(Exception):
 class Encoded:
     """What `_native.send` needs, and what must live until it has returned."""
 
-    __slots__ = ("text", "tensors", "keep", "copies", "copied_bytes", "hosted", "ways", "inline", "gpus", "falls", "foreign", "by_host", "leaving")
+    __slots__ = ("text", "tensors", "keep", "copies", "copied_bytes", "hosted", "ways", "inline", "gpus", "falls", "foreign", "by_host", "leaving", "packed")
 
     def __init__(self):
         self.text = b""
@@ -67,6 +67,7 @@ class Encoded:
         self.falls = []  # (best tier, the tier taken, reason or None for the connection's, bytes)
         self.foreign = []  # values by token: (kind, bytes, first companion, last companion, what to keep)
         self.by_host = {}  # tier -> (values, bytes), of those in `hosted`
+        self.packed = []  # (device, bytes) of views that were copied without their gaps
         self.leaving = []  # copies to host memory that are under way
 
     def went_by_host(self, tier, nbytes, address):
@@ -85,7 +86,7 @@ class Encoded:
 
 
 class _Encoder:
-    __slots__ = ("leaves", "imports", "tensors", "out", "off", "streams", "foreign", "why_copied", "by_choice", "overlap")
+    __slots__ = ("leaves", "imports", "tensors", "out", "off", "streams", "foreign", "why_copied", "by_choice", "overlap", "sparse")
 
     def __init__(self, off=(), foreign=(), why_copied=None, by_choice=False, overlap=False):
         #: The GPUs whose values may not go by their arena.
@@ -99,6 +100,7 @@ class _Encoder:
         self.overlap = overlap
         self.streams = {}  # device -> the stream that READY follows
         self.leaves = []  # (device, first byte, end, position, node)
+        self.sparse = {}  # position -> a view with large gaps
         self.imports = {}  # handle -> index
         self.tensors = []
         self.out = Encoded()
@@ -112,6 +114,8 @@ class _Encoder:
         leaves, tensors = self.leaves, self.tensors
         if len(leaves) > 1:
             leaves.sort(key=_by_place)
+        if self.sparse:
+            self.pack()
         streams = self.streams
         device = low = high = None
         group = []
@@ -127,6 +131,22 @@ class _Encoder:
             group = [leaf]
         if group:
             _close(group, low, high, tensors, streams, flags)
+
+    def pack(self):
+        """Views with large gaps that share memory with nothing else here, and would be copied as they are, go without the gaps."""
+        leaves = self.leaves
+        starts = [*leaves[1:], (None, 0)]
+        device = high = None
+        for number, (leaf, after) in enumerate(zip(list(leaves), starts)):
+            shared = leaf[0] == device and leaf[1] < high or after[0] == leaf[0] and after[1] < leaf[2]
+            high = max(high, leaf[2]) if leaf[0] == device else leaf[2]
+            device = leaf[0]
+            if leaf[3] in self.sparse and not shared:
+                packed = _leaves.without_gaps(self, self.sparse[leaf[3]], leaf[1])
+                if packed is not None:
+                    leaf[4][6] = 0
+                    leaves[number] = (device, packed[0], packed[0] + packed[1], *leaf[3:])
+        leaves.sort(key=_by_place)
 
     def mark_ways(self):
         """What stands for another value is counted as that."""

@@ -15,6 +15,8 @@ Peer = collections.namedtuple("Peer", "client name pid")
 Sent = collections.namedtuple("Sent", "tensors copies copied_bytes")
 Sent.__doc__ = "What `send` did: how many memory ranges went, how many of them were copied first, and how many bytes that was."
 
+#: Why a value was copied into the arena: in host memory, on a GPU.
+_WHY_COPIED = ("a value in host memory that is not the arena's was copied into it", "a GPU tensor that is not arena memory was copied on its GPU")
 _ENDED = (errors.Closed, errors.PeerDied, errors.OwnerDied, errors.NotAttached, errors.Forked)
 
 
@@ -150,10 +152,11 @@ class Channel(_calls.Calls):
             if flag & _native.COPIED:
                 copies += 1
                 copied_bytes += tensor[1]
-                if tensor[4] >= 0:
-                    self._tiers.fell("arena", "copy", "a GPU tensor that is not arena memory was copied on its GPU", tensor[1])
-                else:
-                    self._tiers.fell("arena", "copy", "a value in host memory that is not the arena's was copied into it", tensor[1])
+                self._tiers.fell("arena", "copy", _WHY_COPIED[tensor[4] >= 0], tensor[1])
+        for device, size in encoded.packed:
+            self._tiers.fell("arena", "copy", _WHY_COPIED[device >= 0], size)
+            for counter, n in ((b"fell.foreign_gpu" if device >= 0 else b"fell.foreign_host", 1), (b"copies", 1), (b"copied_bytes", size)):
+                _native.count(counter, n, device)
         hosted, by_token = encoded.hosted, encoded.foreign
         ranges = len(flags) - 2 * len(by_token)  # two companions each
         in_place = ranges - copies - hosted
