@@ -7,10 +7,11 @@ use std::ptr::null_mut;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
+use millpond_allocator::driver::cuda::HandleKind;
 use millpond_ipc::client::{Channel, Client, Error, Located, OnOwnerDeath, Options, Place};
 use millpond_ipc::control::Count;
 use millpond_ipc::observer::{ObserveError, Observer};
-use millpond_ipc::owner::{Config, DriverChoice, Inline, Limit};
+use millpond_ipc::owner::{Config, DriverChoice, Inline, Limit, OwnerError};
 use millpond_ipc::wire::Role;
 use parking_lot::Mutex;
 use serde::Deserialize;
@@ -76,6 +77,8 @@ struct Serve {
     limit: Option<Value>,
     #[serde(default)]
     chunk_bytes: Option<u64>,
+    #[serde(default)]
+    handle_kind: Option<String>,
 }
 
 fn host() -> i32 {
@@ -234,7 +237,7 @@ enum Op {
 /// | --- | --- | --- |
 /// | attach | socket, key, name, role (parent, worker), limit, on_owner_death (continue, exit), wait (stream, host), python, torch, timeout_ms | client, serial, token, owner_pid, devices: [id, ordinal, host, name, total, limit, chunk_bytes, window, window_bytes] |
 /// | detach, status | | {}; attached, and what attach answered |
-/// | serve_inline, stop_inline | driver (auto, host, cuda), limit (bytes or "80%"), chunk_bytes | socket, key |
+/// | serve_inline, stop_inline | driver (auto, host, cuda), limit (bytes or "80%"), chunk_bytes, handle_kind (posix_fd) | socket, key |
 /// | accept | timeout_ms | channel, peer: {client, serial, name, pid} |
 /// | connect | peer ("parent", a name, a slot), timeout_ms | the same |
 /// | close, channel_fd | channel | {}; fd, for poll: it stays the library's |
@@ -494,9 +497,14 @@ fn serve_inline(settings: &Serve) -> Result<Value> {
             Some(limit) => Limit::Bytes(limit.as_u64().ok_or_else(|| ApiError::argument(format!("a limit of {limit}")))?),
         },
         chunk_bytes: settings.chunk_bytes,
+        handle_kind: settings.handle_kind.as_deref().map_or(Ok(HandleKind::default()), str::parse).map_err(ApiError::argument)?,
         ..Config::default()
     };
-    let owner = inline.insert(Inline::start(config).map_err(|error| ApiError::argument(error.to_string()))?);
+    let refused = |error: OwnerError| match error {
+        OwnerError::HandleKind { .. } => ApiError::Client(Error::Unsupported(error.to_string())),
+        error => ApiError::argument(error.to_string()),
+    };
+    let owner = inline.insert(Inline::start(config).map_err(refused)?);
     Ok(json!({ "socket": owner.socket().display().to_string(), "key": owner.key() }))
 }
 

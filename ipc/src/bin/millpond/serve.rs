@@ -6,6 +6,7 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use clap::{Args, ValueEnum};
+use millpond_allocator::driver::cuda::HandleKind;
 use millpond_allocator::driver::DeviceId;
 use millpond_ipc::observer::Observer;
 use millpond_ipc::owner::{parse_bytes as bytes, Config, DriverChoice, Ended, Limit, Owner};
@@ -70,6 +71,9 @@ pub(crate) struct Serve {
     /// Serve the ledger as OpenMetrics text over HTTP at this address: http://ADDRESS:PORT/metrics.
     #[arg(long, value_name = "ADDRESS:PORT")]
     metrics: Option<SocketAddr>,
+    /// In what form memory is shared: posix_fd (Linux). win32 and fabric are refused with what millpond lacks for them.
+    #[arg(long, value_name = "KIND", default_value_t = HandleKind::default())]
+    handle_kind: HandleKind,
     /// How often beats are looked at, in milliseconds.
     #[arg(long, default_value_t = 500)]
     heartbeat_ms: u64,
@@ -97,6 +101,7 @@ impl Serve {
                 Driver::Cuda => DriverChoice::Cuda,
             },
             devices: (!self.devices.is_empty()).then(|| self.devices.clone()),
+            handle_kind: self.handle_kind,
             limit: self.limit,
             chunk_bytes: self.chunk_bytes,
             window_factor: self.window_factor,
