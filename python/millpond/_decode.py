@@ -197,5 +197,6 @@ _TAGS = {
     "b": _inline,
     "a": lambda d, node: bytearray(_inline(d, node)),
     "m": lambda d, node: memoryview(_inline(d, node)),
+    "p": lambda d, node: _types.unpickle(node[1], node[2], d.tensor(node[3])),
     "o": lambda d, node: _types.restore(node[1], node[2], node[3]),
 }

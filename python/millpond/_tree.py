@@ -12,6 +12,7 @@ with a tag (a user's dict with that key is written as pairs):
     ["f", "nan"]          float that JSON lacks         ["i", "0x..."]              integer over 64 bits
     ["c", re, im]         complex                       ["s", dtype, base64]        numpy scalar
     ["b"|"a"|"m", base64] bytes, bytearray, memoryview  ["o", name, version, fields]  registered type
+    ["p", name, version, [...as "t"]]   a value of a type that is registered for pickle: its pickle
 
 kind: n numpy, t torch, b/a/m bytes in arena memory, r only a reference. range -1: no bytes (offset is then the device's
 id, or 0 for the CPU). strides: in elements, 0 for C order. Values whose bytes overlap share one range, so they share memory
@@ -254,10 +255,23 @@ def _registered(e, value, depth):
     if depth > MAX_DEPTH:
         raise _Deep
     entry = _types.of_type(type(value))
+    if entry.pickle:
+        return _pickled(e, entry, value)
     fields = entry.to_fields(value)
     if type(fields) is not dict:
         raise No(f"to_fields of {entry.name} gave a {_name(type(fields))}, not a dict")
     return {"$": ["o", entry.name, entry.version, _dict(e, fields, depth)]}
+
+
+def _pickled(e, entry, value):
+    try:
+        data = _types.pickled(entry, value)
+    except RecursionError:
+        raise _Deep from None
+    except Exception as error:  # whatever the type's own code raises
+        raise No(f"a {entry.name} that cannot be pickled: {type(error).__name__}: {error}") from None
+    e.out.falls.append(("arena", "copy", f"a {entry.name} crosses as a pickle: it is registered for that", len(data)))
+    return {"$": ["p", entry.name, entry.version, _large(e, "b", ctypes.cast(ctypes.c_char_p(data), ctypes.c_void_p).value, len(data), data)["$"]]}
 
 
 # Scalars.
@@ -470,7 +484,11 @@ def _children(function, value, path):
                 raise errors.cannot_cross(f"{path}[{key!r}]", str(e)) from None
             yield item, f"{path}[{_quoted(key)}]"
     elif function is _registered:
+        entry = _types.of_type(type(value))
         try:
+            if entry.pickle:
+                _pickled(_Encoder(), entry, value)
+                return
             fields = _types.of_type(type(value)).to_fields(value)
         except No as e:
             raise errors.cannot_cross(path, str(e)) from None
