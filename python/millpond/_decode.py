@@ -136,10 +136,10 @@ class _Decoder:
         known = _session.ordinal_of(device_id) if device_id else torch.cuda.current_device()
         nbytes = value.numel() * value.element_size()
         if nbytes >= _pinned.LEAST and value.is_contiguous():
-            target = torch.empty_like(value, device=_gpu(known))
+            target = torch.empty_like(value, device=_pinned.gpu(known))
             if _pinned.copy(known, target.data_ptr(), value.data_ptr(), nbytes) is not None:
                 return target
-        return value.to(_gpu(known))
+        return value.to(_pinned.gpu(known))
 
     def arrive(self, node, device_id, pieces):
         """The same for one that is still on its way to host memory: what is there of it is copied while the rest comes."""
@@ -151,7 +151,7 @@ class _Decoder:
         memory = self.memories[index]
         _memory.check_bounds(memory, offset, row, shape, None)
         known = _session.ordinal_of(device_id) if device_id else torch.cuda.current_device()
-        target = torch.empty(shape, dtype=_dtypes.to_torch(row.name), device=_gpu(known))
+        target = torch.empty(shape, dtype=_dtypes.to_torch(row.name), device=_pinned.gpu(known))
         nbytes = _memory.span(shape, None) * row.itemsize
         if _pinned.into(known, target.data_ptr(), memory, offset, nbytes, pieces) is None:
             return self.put_back(self.tensor(node), device_id)
@@ -164,10 +164,6 @@ class _Decoder:
         if kind == "a":
             return bytearray(_memory.buffer(memory, offset, nbytes))
         return _memory.buffer(memory, offset, nbytes)
-
-
-def _gpu(ordinal):
-    return f"cuda:{ordinal}"
 
 
 def _inline(decoder, node):

@@ -1,7 +1,13 @@
 """Copies between a GPU and host memory at the bus's rate: the library registers the host arena's memory once and reuses it.
 
 Over a channel the two copies of a value overlap: the sender's is queued in pieces (`out`), the message leaves with a signal for each
-piece, and the receiver copies each as soon as it is there (`into`) while the sender waits for the end of its own (`over`)."""
+piece, and the receiver copies each as soon as it is there (`into`) while the sender waits for the end of its own (`over`).
+
+Before its first value on a GPU the tier proves itself, in this process: bytes go there and back, and are compared. Where they differ
+it is off for that GPU, and torch copies."""
+
+import sys
+import threading
 
 from . import _native, _streams, errors
 from .tiers import log
@@ -13,6 +19,46 @@ _SLICE_MS = 200
 #: What the other side, or this one's end, did: no other copy would help.
 _FINAL = (errors.PeerDied, errors.Stale, errors.Protocol, errors.Closed, errors.Forked, errors.NotAttached)
 _told = False
+_works = {}  # GPU -> whether the tier carries bytes there
+_proving = threading.RLock()
+
+
+def gpu(ordinal):
+    """What torch calls a GPU."""
+    return f"cuda:{ordinal}"
+
+
+def works(device):
+    """Whether the tier has carried bytes to this GPU and back; tries it where that is not known."""
+    known = _works.get(device)
+    if known is not None:
+        return known
+    with _proving:
+        if device not in _works:
+            why = _fault(device)
+            if why:
+                log.warning("copies through pinned host memory are off for GPU %d, torch makes them: the canary failed: %s", device, why)
+            _works[device] = not why
+        return _works[device]
+
+
+def _fault(device):
+    """What is wrong with bytes that went to a GPU and came back; empty where nothing is. What the library cannot do it raises."""
+    from . import _ref, canary
+
+    torch = sys.modules["torch"]
+    data = torch.frombuffer(bytearray((canary.pattern(300) * (LEAST // 251 + 1))[:LEAST]), dtype=torch.uint8)
+    sent, back = (_ref.empty((LEAST,), "uint8", -1, "t") for _ in range(2))
+    there = torch.empty(LEAST, dtype=torch.uint8, device=gpu(device))
+    sent.copy_(data)
+    back.zero_()
+    for way, to, source, seen in (("to it", there, sent, lambda: there.cpu()), ("from it", back, there, lambda: back)):
+        what = {"device": device, "to": to.data_ptr(), "from": source.data_ptr(), "bytes": LEAST, "stream": _streams.current(device)}
+        _native.control("copy_by_host", **what)
+        wrong = (seen() != data).nonzero()
+        if len(wrong):
+            return f"byte {int(wrong[0])} of {LEAST} {way} is not what was sent"
+    return ""
 
 
 def copy(device, to, source, nbytes):
@@ -21,6 +67,8 @@ def copy(device, to, source, nbytes):
     if nbytes < LEAST:
         return None
     try:
+        if not works(device):
+            return None
         what = {"device": device, "to": to, "from": source, "bytes": nbytes, "stream": _streams.current(device)}
         return _tier(_native.control("copy_by_host", **what))
     except errors.Error as e:
@@ -33,6 +81,8 @@ def out(device, to, source, nbytes):
     if nbytes < LEAST:
         return None
     try:
+        if not works(device):
+            return None
         what = {"device": device, "to": to, "from": source, "bytes": nbytes, "stream": _streams.current(device)}
         done = _native.control("copy_out", **what)
     except errors.Unsupported:
@@ -54,6 +104,8 @@ def into(device, to, memory, offset, nbytes, pieces):
     what["stream"] = _streams.current(device)
     total, done = {"pinned": 0, "pageable": 0}, 0
     try:
+        if not works(device):
+            return None
         while done < nbytes:
             got = _native.control("copy_in", done=done, timeout_ms=_SLICE_MS, **what)
             done = got["done"]

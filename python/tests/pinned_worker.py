@@ -3,11 +3,11 @@
 import torch
 
 import millpond
-from millpond import _decode, _pinned, _session, _streams
+from millpond import _pinned, _session, _streams
 
 _streams.torch_cuda = lambda: torch
 _streams.current = lambda device: 0
-_decode._gpu = lambda ordinal: "cpu"
+_pinned.gpu = lambda ordinal: "cpu"
 _session.ordinal_of = lambda device_id: -1
 
 millpond.attach()

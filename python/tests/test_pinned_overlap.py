@@ -1,5 +1,6 @@
 """A value by host memory whose two copies overlap, between real processes: torch's CPU memory stands for a GPU's."""
 
+import ctypes
 import os
 import subprocess
 import sys
@@ -29,6 +30,8 @@ def worker():
 def conn(worker, monkeypatch):
     """A channel to the worker; every tensor of ours goes by host memory."""
     monkeypatch.setattr(_leaves, "_on_gpu", lambda tensor: True)
+    monkeypatch.setattr(_pinned, "gpu", lambda ordinal: "cpu")
+    monkeypatch.setattr(_pinned, "_works", {})
     monkeypatch.setattr(_leaves, "device_id", lambda device: 1)
     monkeypatch.setitem(_tree._DISPATCH, torch.Tensor, lambda e, tensor, depth: _leaves.hosted(e, tensor))
     return worker
@@ -99,6 +102,40 @@ def test_where_the_library_cannot_queue_it_the_copy_is_one(conn, monkeypatch):
     assert echoed(conn, torch.arange(MIB)) == [] and conn.tiers["host"] == before + 1
 
 
+@pytest.mark.parametrize("way", ["to it", "from it"])
+def test_where_bytes_do_not_come_through_the_tier_is_off_and_torch_copies(conn, monkeypatch, caplog, way):
+    real, asked = _native.control, []
+
+    def control(op, **fields):
+        answer = real(op, **fields)
+        if op.startswith("copy_"):
+            asked.append(op)
+            if op == "copy_by_host" and len(asked) == (1 if way == "to it" else 2):
+                ctypes.memset(fields["to"] + 5000, 255, 1)
+        return answer
+
+    monkeypatch.setattr(_native, "control", control)
+    before, pinned = conn.tiers["host"], conn.tiers["pinned"]
+    for _ in range(2):
+        assert echoed(conn, torch.arange(MIB)) == []
+    assert (conn.tiers["host"], conn.tiers["pinned"]) == (before + 2, pinned) and "copy_out" not in asked
+    said = [r.getMessage() for r in caplog.records if "canary failed" in r.getMessage()]
+    assert len(said) == 1 and f"byte 5000 of {_pinned.LEAST} {way}" in said[0], said
+
+
+def test_what_keeps_it_from_proving_itself_once_does_not_switch_it_off(conn, monkeypatch):
+    real, fail = _native.control, [True, True]  # for the copy in pieces, then for the one at once
+
+    def control(op, **fields):
+        if op == "copy_by_host" and fail.pop() if fail else False:
+            raise errors.Unsupported("not now")
+        return real(op, **fields)
+
+    monkeypatch.setattr(_native, "control", control)
+    assert echoed(conn, torch.arange(MIB)) == [] and not _pinned._works
+    assert echoed(conn, torch.arange(MIB)) == [2] and _pinned._works == {-1: True}
+
+
 def test_a_wait_for_a_piece_goes_on_until_it_is_there(monkeypatch):
     asked = []
 
@@ -110,6 +147,7 @@ def test_a_wait_for_a_piece_goes_on_until_it_is_there(monkeypatch):
         handle = 5
 
     monkeypatch.setattr(_native, "control", control)
+    monkeypatch.setattr(_pinned, "works", lambda device: True)
     assert _pinned.into(0, 4096, memory, 0, 4 * MIB, [[4 * MIB, 1, 1]]) == "pinned"
     assert [done for _, done, _ in asked] == [0, 0, MIB] and all(0 < ms < 1000 for _, _, ms in asked)
 

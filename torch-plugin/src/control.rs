@@ -159,7 +159,7 @@ enum Op {
         address: u64,
     },
     CopyByHost {
-        device: u32,
+        device: i32,
         to: u64,
         from: u64,
         bytes: u64,

@@ -45,8 +45,8 @@ fn said(copied: Copied) -> Value {
 }
 
 /// One side is host memory; the bytes are there when this returns.
-pub(crate) fn by_host(device: u32, to: u64, from: u64, bytes: u64, stream: u64) -> Result<Value> {
-    Ok(said(state::client()?.copy_by_host(device, to, from, bytes, Stream(stream))?))
+pub(crate) fn by_host(device: i32, to: u64, from: u64, bytes: u64, stream: u64) -> Result<Value> {
+    Ok(said(state::client()?.copy_by_host(place(device), to, from, bytes, Stream(stream))?))
 }
 
 pub(crate) fn out(op: &Out) -> Result<Value> {

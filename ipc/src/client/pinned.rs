@@ -101,11 +101,19 @@ impl Client {
     ///
     /// # Errors
     /// As [`Client::gpu`], and for a stream that is being captured.
-    pub fn copy_by_host(&self, ordinal: u32, to: Addr, from: Addr, bytes: u64, stream: Stream) -> Result<Copied, Error> {
-        let driver = self.gpu(ordinal)?;
+    pub fn copy_by_host(&self, place: Place, to: Addr, from: Addr, bytes: u64, stream: Stream) -> Result<Copied, Error> {
+        let driver = self.any_driver(place)?;
         let side = |addr| Some((addr, self.host_chunks(addr, bytes)?));
         let (host, chunks) = side(to).or_else(|| side(from)).unwrap_or_default();
         Ok(self.shared.pins.copy(&driver, (to, from, bytes), host, &chunks, stream)?)
+    }
+
+    /// The driver of a device, of a GPU by its ordinal that the arena does not serve too.
+    fn any_driver(&self, place: Place) -> Result<Arc<dyn Driver>, Error> {
+        match place {
+            Place::Ordinal(ordinal) => self.gpu(ordinal),
+            place => self.driver(place),
+        }
     }
 
     /// The mapped chunks of the host arena that a range lies in.
@@ -178,10 +186,7 @@ impl Client {
         pieces: &[Piece],
         timeout: Option<Duration>,
     ) -> Result<(u64, Copied), Error> {
-        let driver = match place {
-            Place::Ordinal(ordinal) => self.gpu(ordinal)?,
-            place => self.driver(place)?,
-        };
+        let driver = self.any_driver(place)?;
         let held = self.imports.with(import, |import| import.clone())?;
         if held.lost {
             return Err(died(&held));
