@@ -8,7 +8,7 @@ TITLES = {"allocation": "Allocation", "replay": "Traces replayed", "handoff": "H
 def time(ns):
     """A time as a person reads it."""
     for unit, factor in (("s", 1e9), ("ms", 1e6), ("µs", 1e3)):
-        if ns >= factor:
+        if ns >= 0.9995 * factor:  # what would be written as 1,000 of the next smaller
             return f"{ns / factor:.3g} {unit}"
     return f"{ns:.3g} ns"
 

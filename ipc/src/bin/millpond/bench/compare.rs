@@ -13,7 +13,7 @@ pub(super) fn run(args: &Args) -> ExitCode {
     if let Some(folder) = &args.out {
         command.arg("--out").arg(folder);
     }
-    command.args(args.json.then_some("--json")).args(&args.more);
+    command.args(args.json.then_some("--json=-")).args(&args.more);
     // Last: it takes all that follow.
     if !args.trace.is_empty() {
         command.arg("--traces").args(&args.trace);
