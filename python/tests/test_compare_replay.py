@@ -105,7 +105,7 @@ def test_files_and_folders_are_found_and_named(tmp_path):
 @native
 @shipped
 def test_traces_are_read_as_the_program_reads_them():
-    paths = [path for path in traces.default() if "prefetch" in path or "exchanging" in path]
+    paths = [path for path in traces.find([TRACES]) if "prefetch" in path or "exchanging" in path]
     done = subprocess.run([PROGRAM, "replay", "--json", *paths], capture_output=True, text=True, timeout=60)
     told = json.loads(done.stdout)["traces"]
     assert len(told) == 3
@@ -395,6 +395,20 @@ def test_ours_replays_on_the_host(capsys, tmp_path):
     assert "ours alone" in found["cannot"]["replay native"]
     rows = [row["what"] for row in found["figures"]["targets"]]
     assert "replay prefetch: failed calls, ours" in rows and "replay prefetch: p99.9 without growth, ours, ns" in rows
+
+
+@native
+@compiler
+@shipped
+def test_the_program_hands_its_traces_over():
+    env = modes.environment("")
+    env["PATH"] = os.path.dirname(sys.executable) + os.pathsep + env["PATH"]
+    path = os.path.join(TRACES, "exchanging_worker_2.csv.gz")
+    command = [PROGRAM, "bench", "compare", "--driver", "host", "--quick", "--json", "--trace", path, "--", "replay", "--rounds", "1"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    section = json.loads(done.stdout)["sections"]["replay"]
+    assert section["rounds"] == 1 and list(section["traces"]) == ["exchanging_worker_2"]
 
 
 def test_a_process_that_ends_before_its_report_is_named(tmp_path):
