@@ -112,12 +112,14 @@ class _Encoder:
 
     def place(self, flags):
         """One range for each group of overlapping leaves; the nodes learn theirs."""
-        leaves, tensors = self.leaves, self.tensors
+        leaves, tensors, streams = self.leaves, self.tensors, self.streams
         if len(leaves) > 1:
             leaves.sort(key=_by_place)
         if self.sparse:
             self.pack()
-        streams = self.streams
+        if len(leaves) == 1:
+            _close(leaves, leaves[0][1], leaves[0][2], tensors, streams, flags)
+            return
         device = low = high = None
         group = []
         for leaf in leaves:
@@ -178,28 +180,24 @@ def encode(value, header=None, root="out", readonly=False, off=(), foreign=(), w
     """Encodes a value. With `header` (JSON-ready) the text is `[header,value]`. Values on the GPUs in `off` go by host memory; for
     the rest see `_Encoder`."""
     encoder = _Encoder(off, foreign, why_copied, by_choice, overlap)
-    try:
-        return _encoded(encoder, value, header, root, readonly)
-    except BaseException:
-        encoder.out.finish()
-        raise
-
-
-def _encoded(encoder, value, header, root, readonly):
-    try:
-        body = _DISPATCH[type(value)](encoder, value, 0)
-    except (No, _Deep, errors.Unsupported, RecursionError) as e:
-        _explain(value, root, e)
-    encoder.place(_native.READ_ONLY if readonly else 0)
-    if encoder.out.ways:
-        encoder.mark_ways()
-    whole = body if header is None else [header, body]
     out = encoder.out
-    text = _dumps(whole)
     try:
-        out.text = text.encode()
-    except UnicodeEncodeError:  # lone surrogates
-        out.text = _dumps_ascii(whole).encode()
+        try:
+            body = _DISPATCH[type(value)](encoder, value, 0)
+        except (No, _Deep, errors.Unsupported, RecursionError) as e:
+            _explain(value, root, e)
+        encoder.place(_native.READ_ONLY if readonly else 0)
+        if out.ways:
+            encoder.mark_ways()
+        whole = body if header is None else [header, body]
+        text = _dumps(whole)
+        try:
+            out.text = text.encode()
+        except UnicodeEncodeError:  # lone surrogates
+            out.text = _dumps_ascii(whole).encode()
+    except BaseException:
+        out.finish()
+        raise
     out.tensors = encoder.tensors
     out.gpus = {t[4] for t in out.tensors if t[4] >= 0}
     return out
