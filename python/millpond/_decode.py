@@ -143,6 +143,8 @@ class _Decoder:
         """A GPU value that came by host memory: on a GPU again if this process uses one, else where it is."""
         torch = _streams.torch_cuda()
         if torch is None or self.lazy or not isinstance(value, torch.Tensor):
+            if isinstance(value, _ref.Ref):
+                value._gpu = device_id
             return value
         known = _session.ordinal_of(device_id) if device_id else torch.cuda.current_device()
         nbytes = value.numel() * value.element_size()

@@ -339,6 +339,11 @@ def _memoryview(e, value, depth):
 
 
 def _reference(e, ref, depth):
+    node = _referred(e, ref)
+    return node if ref._gpu is None else {"$": ["g", node, ref._gpu]}
+
+
+def _referred(e, ref):
     memory = ref._held()
     if memory.device >= 0 and memory.device in e.off and ref.nbytes:
         return _leaves.hosted_reference(e, ref)
