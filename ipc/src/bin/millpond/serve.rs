@@ -41,7 +41,7 @@ pub(crate) struct Serve {
     /// Which devices to serve besides the host.
     #[arg(long, value_enum, default_value_t = Driver::Auto)]
     driver: Driver,
-    /// Serve this GPU (GPU-xxxxxxxx-…, as nvidia-smi -L prints it); may be given again. Default: all that are visible.
+    /// Serve this GPU (GPU-xxxxxxxx-… or MIG-xxxxxxxx-…, as nvidia-smi -L prints it); may be given again. Default: all that are visible.
     #[arg(long = "device", value_name = "ID")]
     devices: Vec<DeviceId>,
     /// What the arena may take of each device: 80%, 20G or 20GiB (of 1024), 20GB (of 1000), or bytes.
