@@ -214,3 +214,75 @@ def both_copies_of_a_value_by_pinned_host_at_once():
     }
 
 
+@worker
+def late_sender(conn):
+    """Sends a value by host memory that stands behind seconds of its own work."""
+    import torch
+
+    torch.cuda.init()
+    t = torch.full((256 * MIB // 8,), 5, dtype=torch.int64, device="cuda")
+    torch.cuda.synchronize()
+    torch.cuda._sleep(int(6 * 2e9))
+    conn.send({"t": t}, prefer="host")
+    conn.recv()
+
+
+@test(timeout=90)
+def either_side_is_killed_in_the_middle_of_a_value_by_host_memory():
+    """The message is there before its bytes: a receiver is told of the sender's death by name, a sender gets its memory back after the
+    receiver's, and the next value crosses as if nothing had been."""
+    p = Parent(limit="30%", replace=False)
+    torch, millpond = p.torch, p.millpond
+    torch.cuda.init()
+    conn = p.worker(late_sender, "--no-install")
+    came = threading.Event()
+    receive = conn._receive
+
+    def seen(ms):
+        message = receive(ms)
+        came.set()
+        return message
+
+    conn._receive = seen
+
+    def kill():
+        came.wait(30)
+        time.sleep(0.2)
+        killed.append(time.monotonic())
+        conn.process.kill()
+
+    killed, killer = [], threading.Thread(target=kill)
+    killer.start()
+    try:
+        value = conn.recv(timeout=60)
+        raise AssertionError(f"a value of a dead sender was handed out: {value['t'].shape}")
+    except millpond.PeerDied as e:
+        told, why = time.monotonic() - killed[0], str(e)
+    killer.join()
+    check("died before it was ready" in why, why)
+    conn.close()
+
+    def gone():
+        return all(c["name"] != "late_sender" for d in p.arena.ledger()["devices"] for c in d["clients"])
+
+    until(gone, 10, lambda: p.arena.ledger())
+    conn = p.worker(taker, "--no-install")
+    conn.prefer = "host"
+    value = torch.arange(GIB // 8, device="cuda")
+    killer = threading.Timer(0.02, conn.process.kill)
+    killer.start()
+    try:
+        conn.send({"t": value})
+        conn.recv(timeout=20)
+    except (millpond.Closed, millpond.PeerDied):
+        pass
+    killer.join()
+    until(lambda: millpond.counters()["leases"] == 0, 15, lambda: millpond.counters())
+    conn.close()
+    conn = p.worker(taker, "--no-install")
+    conn.send({"t": value, "look": True}, prefer="host")
+    answer = conn.recv(timeout=60)
+    equal((answer["device"], answer["ends"]), ("cuda", [0, GIB // 16, GIB // 8 - 1]), "what came next")
+    conn.send(None)
+    p.close()
+    return {"told_after_ms": round(told * 1e3, 1)}
