@@ -3,7 +3,7 @@
 import torch
 
 import millpond
-from millpond import _pinned, _session, _streams
+from millpond import _leaves, _pinned, _session, _streams, _tree
 
 _streams.torch_cuda = lambda: torch
 _streams.current = lambda device: 0
@@ -23,13 +23,16 @@ def counted(*what):
 
 
 _pinned.into = counted
-lazy = False
+lazy, plain = False, _leaves.torch_tensor
+_leaves.device_id = lambda device: 1
 while True:
     value = conn.recv(lazy=lazy)
     if value is None:
         break
     if isinstance(value, str):
         lazy = value == "lazy"
+        _leaves._on_gpu = lambda tensor, here=value == "both": here
+        _tree._DISPATCH[torch.Tensor] = (lambda e, tensor, depth: _leaves.hosted(e, tensor)) if value == "both" else plain
         continue
     tensor = value["t"].value() if lazy else value["t"]
     conn.send({"t": tensor, "seen": list(seen)})

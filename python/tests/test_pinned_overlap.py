@@ -4,12 +4,13 @@ import ctypes
 import os
 import subprocess
 import sys
+import threading
 
 import pytest
 
 import millpond
 from conftest import HERE, eventually, native
-from millpond import _leaves, _native, _pinned, _tree, errors
+from millpond import _leaves, _native, _pinned, _session, _streams, _tree, errors
 
 pytestmark = native
 torch = pytest.importorskip("torch")
@@ -60,6 +61,22 @@ def test_a_value_arrives_piece_by_piece_and_nothing_stays(conn):
 def test_one_that_maps_nothing_gets_host_memory_with_all_of_it(conn):
     conn.send("lazy")
     assert echoed(conn, torch.arange(8 * MIB // 8)) == []
+    conn.send("eager")
+
+
+def test_values_both_ways_at_once_wait_for_nobody(conn, monkeypatch):
+    monkeypatch.setattr(_streams, "torch_cuda", lambda: torch)
+    monkeypatch.setattr(_streams, "_find", lambda: False)
+    monkeypatch.setattr(_session, "ordinal_of", lambda device_id: -1)
+    conn.send("both")
+    values = [torch.arange(2 * MIB) + number for number in range(6)]
+    sender = threading.Thread(target=lambda: [conn.send({"t": value}) for value in values])
+    sender.start()
+    for value in values:
+        back = conn.recv(timeout=30)
+        assert torch.equal(back["t"], value) and [pieces for _, pieces in back["seen"]] == [4]
+    sender.join(30)
+    assert not sender.is_alive()
     conn.send("eager")
 
 

@@ -76,7 +76,8 @@ impl FromStr for DeviceId {
         if let Some(n) = text.strip_prefix("HOST-") {
             return n.parse().map(Self::host).map_err(|_| error());
         }
-        let digits: Vec<u8> = text.strip_prefix("GPU-").or_else(|| text.strip_prefix("MIG-")).ok_or_else(error)?.bytes().filter(|b| *b != b'-').collect();
+        let digits: Vec<u8> =
+            text.strip_prefix("GPU-").or_else(|| text.strip_prefix("MIG-")).ok_or_else(error)?.bytes().filter(|b| *b != b'-').collect();
         if digits.len() != 32 {
             return Err(error());
         }
