@@ -128,9 +128,9 @@ def torch_tensor(e, tensor, depth):
     if not tensor.is_contiguous():
         node[6] = tensor.stride()
         count, elements = _memory.span(shape, node[6]), count
-        gaps = (count - elements) * tensor.element_size()
-        if gaps >= LEAST_GAPS and 2 * count >= 3 * elements:
-            e.sparse[len(e.leaves)] = tensor
+        sparse = (count - elements) * tensor.element_size() >= LEAST_GAPS and 2 * count >= 3 * elements
+    else:
+        sparse = False
     address = tensor.data_ptr()
     if not address:
         raise No("a tensor without memory (meta, fake or functional)")
@@ -139,6 +139,8 @@ def torch_tensor(e, tensor, depth):
         if found is not None:
             return found
     e.out.keep.append(tensor)
+    if sparse:
+        e.sparse[len(e.leaves)] = tensor
     e.range(device, address, count * tensor.element_size(), node)
     return {"$": node}
 
