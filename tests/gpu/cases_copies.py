@@ -137,6 +137,7 @@ def tier_2_beside_one_copy_on_the_gpu():
 def both_copies_of_a_value_by_pinned_host_at_once():
     """Tier 5 between two processes: while the sender copies a piece out the receiver copies the one before in; then a value each way
     at the same time. Beside the bus, measured one way and both ways at once."""
+    os.environ["MILLPOND_PINNED_BYTES"] = str(16 * GIB)  # a value each way is 8 GiB in each process, the bound where nothing is said
     p = Parent(limit="40%", replace=False)
     torch = p.torch
     free_host = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
