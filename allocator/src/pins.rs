@@ -142,6 +142,7 @@ impl Lanes {
 #[derive(Debug)]
 pub struct Pins {
     slabs: Mutex<Slabs>,
+    hosts: Mutex<Vec<Arc<dyn Driver>>>,
     lanes: Mutex<Vec<Lanes>>,
     limit: AtomicU64,
 }
@@ -150,7 +151,13 @@ impl Pins {
     /// Nothing is registered yet. `limit`: bytes that may be at one time.
     #[must_use]
     pub fn new(limit: u64) -> Self {
-        Self { slabs: Mutex::default(), lanes: Mutex::default(), limit: AtomicU64::new(limit) }
+        Self { slabs: Mutex::default(), hosts: Mutex::default(), lanes: Mutex::default(), limit: AtomicU64::new(limit) }
+    }
+
+    /// Host memory comes from this driver, which unmaps it when it is dropped: not before this, and not at all where something is
+    /// registered then.
+    pub fn lies_in(&self, host: Arc<dyn Driver>) {
+        self.hosts.lock().push(host);
     }
 
     /// Sets the bound; what is above it goes as others are needed.
@@ -348,6 +355,15 @@ impl Pins {
         }
         drop(idle);
         Ok(Lanes { device, streams: [driver.stream_create()?, driver.stream_create()?], event: driver.event_create()? })
+    }
+}
+
+impl Drop for Pins {
+    fn drop(&mut self) {
+        // The driver is not called here, and would go on reaching the old pages at addresses that something else is mapped at later.
+        if !self.slabs.get_mut().by_addr.is_empty() {
+            std::mem::take(self.hosts.get_mut()).into_iter().for_each(std::mem::forget);
+        }
     }
 }
 

@@ -109,6 +109,24 @@ fn what_is_unmapped_is_forgotten_first() {
     assert_eq!(pins.bytes(), 0);
 }
 
+/// A driver never learns that registered memory was unmapped. What is mapped there next would be taken for it.
+#[test]
+fn host_memory_with_something_registered_in_it_is_never_unmapped() {
+    let host_driver = || -> Arc<dyn Driver> { HostPlatform::new(HostConfig::default()).open(DeviceId::host(0)).unwrap() };
+    for registered in [true, false] {
+        let rig = rig(SLAB);
+        let (pins, host) = (Pins::new(1 << 30), host_driver());
+        let left = Arc::downgrade(&host);
+        pins.lies_in(host);
+        rig.out(&pins, 0, SLAB);
+        if !registered {
+            pins.before_unmap(rig.host.addr(), SLAB);
+        }
+        drop(pins);
+        assert_eq!(left.upgrade().is_some(), registered);
+    }
+}
+
 #[test]
 fn a_window_tells_before_it_unmaps() {
     let rig = rig(SLAB);

@@ -265,6 +265,9 @@ impl Device {
         }
         let driver = self.shared.platforms.open(self.id)?;
         driver.attach_context()?;
+        if driver.is_host() {
+            self.shared.pins.lies_in(driver.clone());
+        }
         let memory = Arc::new(Words(self.shared.control.clone()));
         let timelines = Arc::new(Timelines::new(driver.clone(), memory, self.shared.slots.clone())?);
         let window = Window::reserve(driver.clone(), self.grant.window_bytes, Access::ReadWrite)?.telling(self.shared.unmapping(&driver));
