@@ -217,10 +217,12 @@ def both_copies_of_a_value_by_pinned_host_at_once():
 
 @worker
 def late_sender(conn):
-    """Sends a value by host memory that stands behind seconds of its own work."""
+    """Sends a value by host memory that stands behind seconds of its own work, after one by which the tier is proved: the proof would
+    stand behind the work too."""
     import torch
 
     torch.cuda.init()
+    conn.send(torch.zeros(MIB, device="cuda"), prefer="host")
     t = torch.full((256 * MIB // 8,), 5, dtype=torch.int64, device="cuda")
     torch.cuda.synchronize()
     torch.cuda._sleep(int(6 * 2e9))
@@ -236,6 +238,7 @@ def either_side_is_killed_in_the_middle_of_a_value_by_host_memory():
     torch, millpond = p.torch, p.millpond
     torch.cuda.init()
     conn = p.worker(late_sender, "--no-install")
+    equal(float(conn.recv(timeout=60).sum()), 0.0, "the first value")
     came = threading.Event()
     receive = conn._receive
 
