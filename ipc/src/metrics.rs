@@ -47,6 +47,7 @@ const DEVICE_COUNTERS: &[Row<DeviceLedger>] = &[
     ("growths", "Growths granted", false, |d| d.growths),
     ("refusals", "Growths refused", false, |d| d.refusals),
     ("deaths", "Clients buried", false, |d| d.deaths),
+    ("kills", "Clients buried that were killed by policy", false, |d| d.kills),
 ];
 
 const CLIENT_GAUGES: &[Row<ClientLedger>] = &[

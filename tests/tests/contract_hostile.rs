@@ -112,6 +112,16 @@ fn a_descriptor_that_is_not_what_was_lent_is_refused() {
         set("e", json!(vec![epoch; 100_000])),
         set("e", json!((0..100_000).collect::<Vec<u64>>())),
         set("e", json!({ "0": epoch })),
+        set("e", json!([[epoch, 2]])),
+        set("e", json!([[epoch, 0]])),
+        set("e", json!([[epoch, u64::MAX]])),
+        set("e", json!([[1, u64::MAX], [1, u64::MAX]])),
+        set("e", json!([[u64::MAX, 2]])),
+        set("e", json!([[0, 1 << 40]])),
+        set("e", json!([[epoch]])),
+        set("e", json!([[epoch, 1, 1]])),
+        set("e", json!([[epoch, 1], epoch])),
+        set("e", json!([[[epoch, 1]]])),
         set("h", json!([0, 0])),
         set("h", json!([0, 0, 0, 0])),
         set("h", json!("0")),
@@ -136,8 +146,9 @@ fn a_descriptor_that_is_not_what_was_lent_is_refused() {
         assert_eq!(b.imported_bytes(), 0, "{what}: nothing stays held");
         eventually(&what, || a.leases() == 0);
     }
-    // And a good one still passes.
+    // And a good one still passes, also where its run is written out.
     tampered(&a, &b, addr, |_| {}).unwrap();
+    tampered(&a, &b, addr, |frame| frame["tensors"][0]["e"] = json!([[epoch, 1]])).unwrap();
 }
 
 #[test]

@@ -10,6 +10,7 @@ mod import;
 mod lease;
 mod link;
 mod pinned;
+mod policy;
 mod receive;
 mod record;
 mod send;

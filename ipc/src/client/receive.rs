@@ -121,6 +121,7 @@ impl Client {
                 streams: Vec::new(),
                 adopted: false,
                 lost,
+                cause: None,
                 sender: sender.name.clone(),
             };
             let handle = self.imports.add(import)?;
@@ -171,7 +172,7 @@ impl Client {
         self.check_alive()?;
         let import = self.imports.with(handle, |import| import.clone())?;
         if import.lost {
-            return Err(died(&import));
+            return Err(self.died(&import));
         }
         let opened = self.device_at(import.device)?.open()?;
         let addr = match import.addr {
@@ -188,13 +189,13 @@ impl Client {
         for signal in import.ready.iter().filter(|_| !fault::is(Fault::SkipReadyWait)) {
             match stream {
                 Some(stream) if !on_cpu => match opened.timelines.wait(stream, *signal) {
-                    Err(TimelineError::Dead(_)) => return Err(died(&import)),
+                    Err(TimelineError::Dead(_)) => return Err(self.died(&import)),
                     Ok(true) => record::stream_waits(&opened, stream, *signal),
                     waits => drop(waits?),
                 },
                 _ => self
                     .await_until(*signal, until)
-                    .map_err(|error| if matches!(error, Error::PeerDied(_)) { died(&import) } else { error })?,
+                    .map_err(|error| if matches!(error, Error::PeerDied(_)) { self.died(&import) } else { error })?,
             }
         }
         let id = stream.map(|stream| opened.identify(stream)).transpose()?;
@@ -241,11 +242,11 @@ impl Client {
     pub fn import_ready(&self, handle: u64, timeout: Option<Duration>) -> Result<(), Error> {
         let import = self.imports.with(handle, |import| import.clone())?;
         if import.lost {
-            return Err(died(&import));
+            return Err(self.died(&import));
         }
         let deadline = deadline(timeout);
         import.ready.iter().try_for_each(|signal| {
-            self.await_until(*signal, deadline).map_err(|error| if matches!(error, Error::PeerDied(_)) { died(&import) } else { error })
+            self.await_until(*signal, deadline).map_err(|error| if matches!(error, Error::PeerDied(_)) { self.died(&import) } else { error })
         })
     }
 
@@ -403,13 +404,6 @@ impl Client {
 /// When a time-out is over; `None`: never.
 fn deadline(timeout: Option<Duration>) -> Option<Instant> {
     timeout.map(|timeout| Instant::now() + timeout.min(LONGEST))
-}
-
-pub(super) fn died(import: &Import) -> Error {
-    Error::PeerDied(format!(
-        "the process that made this value died before it was ready ({} bytes, received from {}): its bytes are not what was to be sent",
-        import.bytes, import.sender
-    ))
 }
 
 /// Waits a little, and a little longer each time: a word in shared memory that a GPU or another process will change.

@@ -14,6 +14,7 @@ use super::error::Error;
 use super::link::Notice;
 use super::record;
 use super::{Client, OnOwnerDeath};
+use crate::control::Cause;
 use crate::wire::{Ask, FrameReader, Peer, Request};
 
 /// Between beats when nothing is going on.
@@ -129,7 +130,7 @@ impl Client {
                 let uses = |chunk: &_| self.imports.uses(*window, chunk, None);
                 self.devices.iter().filter_map(Device::if_open).map(|opened| opened.revoke(*window, epochs, uses)).sum()
             }
-            Ask::Died { peer } => return self.peer_died(peer),
+            Ask::Died { peer, cause } => return self.peer_died(peer, *cause),
             Ask::Pressure { device, by, asked, limit, reserved, refused } => {
                 let kind = if *refused { "refusal" } else { "pressure" };
                 if let Ok(device) = self.device_at(*device) {
@@ -142,9 +143,9 @@ impl Client {
         let _ = self.shared.link.answer(id, bytes);
     }
 
-    fn peer_died(&self, peer: &Peer) {
+    fn peer_died(&self, peer: &Peer, cause: Option<Cause>) {
         record::died(peer);
-        self.imports.died(peer.client);
+        self.imports.died(peer.client, cause);
         self.office.died(peer);
         self.pidfds.lock().remove(&peer.serial);
         let mut gone = Vec::new();
@@ -154,5 +155,6 @@ impl Client {
             !dead
         });
         self.devices.iter().filter_map(Device::if_open).for_each(|opened| opened.died(&gone));
+        self.shared.events.push_death(peer.clone(), cause);
     }
 }

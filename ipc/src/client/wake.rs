@@ -72,7 +72,7 @@ impl Client {
         self.shared.control.timelines(slot).unwrap_or_default().iter().for_each(Word::poison);
         self.shared.leases.end_holds_of(slot);
         if first {
-            self.imports.died(slot);
+            self.imports.died(slot, None);
             if let Some(row) = self.shared.control.client(slot).and_then(|cell| cell.read()) {
                 let peer = Peer { client: slot, serial: row.serial, name: String::new(), pid: 0 };
                 record::died(&peer);

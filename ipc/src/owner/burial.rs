@@ -10,7 +10,7 @@ use millpond_allocator::timeline::Reached;
 use super::adopt::Heirs;
 use super::estate::Fate;
 use super::{rows, Ended, Owner};
-use crate::control::{ClientRow, Hold, HoldState, HoldWord, TIMELINES_PER_CLIENT};
+use crate::control::{Cause, ClientRow, Hold, HoldState, HoldWord, TIMELINES_PER_CLIENT};
 use crate::wire::{Ask, Role};
 
 /// How soon after something moved the dead are looked at again, and how late at most: what others do with their holds is
@@ -37,7 +37,7 @@ impl Owner {
     pub(super) fn bury(&mut self, slot: u32) {
         let Some(client) = self.client_mut(slot).filter(|client| !client.buried) else { return };
         client.buried = true;
-        let peer = client.peer();
+        let (peer, cause) = (client.peer(), client.cause);
         // A parent that only detached may come back.
         let parent_ended = client.role == Role::Parent && client.process_ended;
         let _span = tracing::info_span!("burial", client = slot, serial = peer.serial).entered();
@@ -47,14 +47,14 @@ impl Owner {
         }
         self.end_holds(slot);
         self.disinherit(slot);
-        self.estate.count_death(slot);
+        self.estate.count_death(slot, cause.is_some());
         self.estate.drop_importer_everywhere(slot);
         for epoch in self.estate.chunks_of(slot) {
             if self.estate.holding(epoch).is_some_and(|holding| holding.fate == Fate::Held) {
                 self.estate.orphan(epoch);
             }
         }
-        self.tell_all(Some(slot), &Ask::Died { peer });
+        self.tell_all(Some(slot), &Ask::Died { peer, cause });
         // Others' chunks may be free by this too, and so may those of the dead that this one read.
         for dead in rows::slots() {
             self.settle(dead);
@@ -147,13 +147,13 @@ impl Owner {
     }
 
     fn vacate(&mut self, slot: u32) {
-        let serial = self.client(slot).map_or(0, |client| client.serial);
+        let (serial, cause) = self.client(slot).map_or((0, None), |client| (client.serial, client.cause));
         self.adoptions.retain(|(producer, _), _| *producer != slot);
         if let Some(place) = self.clients.get_mut(slot as usize) {
             *place = None;
         }
         if let Some(cell) = self.control.client(slot) {
-            cell.write(&ClientRow { serial, ..ClientRow::default() });
+            cell.write(&ClientRow { serial, cause: cause.map_or(0, Cause::to_word), ..ClientRow::default() });
         }
         tracing::debug!(client = slot, "slot free");
     }

@@ -256,10 +256,11 @@ impl Estate {
         }
     }
 
-    /// Counts a death, on every device.
-    pub(super) fn count_death(&mut self, slot: u32) {
+    /// Counts a death, on every device. `killed`: by policy.
+    pub(super) fn count_death(&mut self, slot: u32, killed: bool) {
         for (index, books) in (0..).zip(&mut self.devices) {
             books.row.deaths += 1;
+            books.row.kills += u64::from(killed);
             self.dirty.insert((slot, index));
         }
     }

@@ -1,9 +1,9 @@
-//! How clients are: beating, stopped, faulted, dying. Nobody is killed here.
+//! How clients are: beating, stopped, faulted, dying. Nobody is killed here: that is `policy`.
 
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use super::{process, rows, Owner};
+use super::{rows, Owner};
 
 impl Owner {
     /// Looks at every client's beat, at most once in a while.
@@ -12,16 +12,17 @@ impl Owner {
             return;
         }
         let (every, late) = (self.config.heartbeat_ms.max(10), self.config.stopped_after_ms);
-        self.next_beats = now + Duration::from_millis(every);
+        let pause = Duration::from_millis(every);
+        self.next_beats = now + self.policies_every().map_or(pause, |policies| pause.min(policies));
         let now_ms = crate::control::now_ms();
         for slot in rows::slots() {
             let Some(client) = self.client(slot).filter(|client| client.is_present()) else { continue };
             let beat = self.control.beat(slot).map_or(0, |beat| beat.load(Ordering::Relaxed));
             let age = now_ms.saturating_sub(beat);
             // A late beat alone may be a starved machine; the system knows at once who was stopped.
-            let stopped = age > late || age > 2 * every && process::stat(client.pid).is_some_and(process::Stat::is_stopped);
+            let stopped = age > late || age > 2 * every && client.is_stopped_by_signal() == Some(true);
             if stopped != client.stopped {
-                let by_signal = stopped && process::stat(client.pid).is_some_and(process::Stat::is_stopped);
+                let by_signal = stopped && client.is_stopped_by_signal() == Some(true);
                 tracing::info!(client = slot, name = client.name, stopped, by_signal, age, "beat");
                 if let Some(client) = self.client_mut(slot) {
                     client.stopped = stopped;
@@ -29,6 +30,7 @@ impl Owner {
                 self.state_changed(slot);
             }
         }
+        self.look_at_stopped(now, now_ms);
     }
 
     /// A client says that its context is dead. What it made stays in quarantine until it ends; nobody waits for it.

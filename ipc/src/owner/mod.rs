@@ -5,7 +5,7 @@
 //! * `place`: its directory and socket. `link`: one connection. `process`: what the system says of a client.
 //! * `estate`: the books: devices, windows, chunks, admission. `rows`: the same in the control memory.
 //! * `hello`, `calls`: the conversation. `grow`, `share`, `channel`: the requests.
-//! * `liveness`, `burial`, `adopt`: how clients stop, die, and what becomes of what they leave.
+//! * `liveness`, `policy`, `burial`, `adopt`: how clients stop, are killed, die, and what becomes of what they leave.
 
 mod adopt;
 mod burial;
@@ -22,6 +22,7 @@ mod link;
 mod listen;
 mod liveness;
 mod place;
+mod policy;
 mod process;
 mod rows;
 mod share;

@@ -1,12 +1,17 @@
 //! A window: one client's range of the arena's addresses, as one process sees it, and the chunks mapped in it.
 
+mod runs;
+
 use std::collections::BTreeMap;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 
 use parking_lot::Mutex;
 
+pub use runs::Epochs;
+
 use crate::driver::{Access, Addr, Driver, DriverError, Memory};
+use runs::Runs;
 
 /// One chunk of a window. Always mapped whole.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -58,8 +63,15 @@ pub struct Window {
     base: Addr,
     bytes: u64,
     access: Access,
-    chunks: Mutex<BTreeMap<u64, (Chunk, Memory)>>,
+    mapped: Mutex<Mapped>,
     unmapping: Option<Arc<dyn Unmapping>>,
+}
+
+/// What is mapped: chunk by chunk, and as runs.
+#[derive(Debug, Default)]
+struct Mapped {
+    chunks: BTreeMap<u64, (Chunk, Memory)>,
+    runs: Runs,
 }
 
 impl Window {
@@ -69,7 +81,7 @@ impl Window {
     /// What the driver says.
     pub fn reserve(driver: Arc<dyn Driver>, bytes: u64, access: Access) -> Result<Self, DriverError> {
         let base = driver.reserve(bytes, 0)?;
-        Ok(Self { driver, base, bytes, access, chunks: Mutex::default(), unmapping: None })
+        Ok(Self { driver, base, bytes, access, mapped: Mutex::default(), unmapping: None })
     }
 
     /// Tells somebody before each unmapping.
@@ -105,7 +117,7 @@ impl Window {
     /// # Errors
     /// [`WindowError`].
     pub fn map(&self, chunks: &[(Chunk, OwnedFd)]) -> Result<(), WindowError> {
-        let mut mapped = self.chunks.lock();
+        let mut mapped = self.mapped.lock();
         let mut done: Vec<(Chunk, Memory)> = Vec::with_capacity(chunks.len());
         let result = chunks.iter().try_for_each(|(chunk, fd)| {
             if chunk.offset.checked_add(chunk.bytes).is_none_or(|end| end > self.bytes) || chunk.bytes == 0 {
@@ -129,7 +141,8 @@ impl Window {
             }
             return Err(error);
         }
-        mapped.extend(done.into_iter().map(|(chunk, memory)| (chunk.offset, (chunk, memory))));
+        done.iter().for_each(|(chunk, _)| mapped.runs.add(chunk));
+        mapped.chunks.extend(done.into_iter().map(|(chunk, memory)| (chunk.offset, (chunk, memory))));
         Ok(())
     }
 
@@ -138,15 +151,16 @@ impl Window {
     /// # Errors
     /// What the driver says; the chunk is still mapped then.
     pub fn unmap(&self, epoch: u64) -> Result<Option<Chunk>, DriverError> {
-        let mut mapped = self.chunks.lock();
-        let Some((offset, (chunk, memory))) = mapped.iter().find(|(_, (chunk, _))| chunk.epoch == epoch).map(|(k, v)| (*k, *v)) else {
+        let mut mapped = self.mapped.lock();
+        let Some((offset, (chunk, memory))) = mapped.chunks.iter().find(|(_, (chunk, _))| chunk.epoch == epoch).map(|(k, v)| (*k, *v)) else {
             return Ok(None);
         };
         if let Some(unmapping) = &self.unmapping {
             unmapping.before_unmap(self.base + chunk.offset, chunk.bytes);
         }
         self.driver.unmap(self.base + chunk.offset, chunk.bytes)?;
-        mapped.remove(&offset);
+        mapped.chunks.remove(&offset);
+        mapped.runs.remove(&chunk);
         if let Err(error) = self.driver.release(memory) {
             tracing::error!(epoch, %error, "the memory of a chunk could not be released");
         }
@@ -157,17 +171,30 @@ impl Window {
     #[must_use]
     pub fn chunks_in(&self, offset: u64, bytes: u64) -> Vec<Chunk> {
         let end = offset.saturating_add(bytes.max(1));
-        let mapped = self.chunks.lock();
+        let mapped = self.mapped.lock();
         let mut found: Vec<Chunk> =
-            mapped.range(..end).rev().map(|(_, (chunk, _))| *chunk).take_while(|chunk| chunk.end() > offset).collect();
+            mapped.chunks.range(..end).rev().map(|(_, (chunk, _))| *chunk).take_while(|chunk| chunk.end() > offset).collect();
         found.reverse();
         found
+    }
+
+    /// The epochs of the mapped chunks that a range touches, by address. As cheap for a large range as for a small one, where its
+    /// chunks came one behind the other.
+    #[must_use]
+    pub fn epochs_in(&self, offset: u64, bytes: u64) -> Vec<Epochs> {
+        self.mapped.lock().runs.epochs_in(offset, bytes)
+    }
+
+    /// Whether the mapped chunks that a range touches are these, in this order, and cover it without a hole.
+    #[must_use]
+    pub fn holds(&self, offset: u64, bytes: u64, epochs: &[Epochs]) -> bool {
+        self.mapped.lock().runs.are(offset, bytes, epochs)
     }
 
     /// Every mapped chunk, by address.
     #[must_use]
     pub fn chunks(&self) -> Vec<Chunk> {
-        self.chunks.lock().values().map(|(chunk, _)| *chunk).collect()
+        self.mapped.lock().chunks.values().map(|(chunk, _)| *chunk).collect()
     }
 }
 
