@@ -77,6 +77,7 @@ class Device(Record):
     growths: int
     refusals: int
     deaths: int
+    kills: int  # of the deaths: by policy
     clients: "list[Client]"
 
     @property
