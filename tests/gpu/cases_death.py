@@ -1,5 +1,6 @@
 """Processes that are killed, and what the others get."""
 import os
+import select
 import signal
 import threading
 import time
@@ -72,6 +73,62 @@ def waiting_stream_is_released():
     e = raises((p.millpond.PeerDied, p.millpond.Closed), lambda: conn.recv(timeout=10))
     p.close()
     return {"ms_from_kill_to_release": round(took * 1e3, 2), "then": type(e).__name__}
+
+
+def seen_after(died, conn, stream, ref):
+    """Kills a worker; `died` is what says so: the µs from the moment at which its process is gone (its pidfd is readable) until the stream goes on, and
+    until PeerDied can be had; and the ms that its end took."""
+    pidfd = os.pidfd_open(conn.process.pid)
+    poll = select.poll()
+    poll.register(pidfd, select.POLLIN)
+    start = time.monotonic_ns()
+    conn.process.kill()
+    gone = released = told = None
+    while None in (gone, released, told):
+        if gone is None and poll.poll(0):
+            gone = time.monotonic_ns()
+        if released is None and stream.query():
+            released = time.monotonic_ns()
+        if told is None:
+            try:
+                check(not ref.ready(), "what the dead one never made counts as ready")
+            except died:
+                told = time.monotonic_ns()
+        check(time.monotonic_ns() - start < 10e9, f"10 s after the kill: gone {gone}, released {released}, PeerDied {told}")
+    os.close(pidfd)
+    conn.process.wait()
+    return max(0, released - gone) / 1e3, max(0, told - gone) / 1e3, (gone - start) / 1e6
+
+
+@test(alone=True, timeout=120)
+def released_after_gone():
+    """SIGKILL of producers in mid-kernel, each with a stream here that waits for it: how long after its process is gone the stream
+    goes on, and PeerDied can be had. One loop looks at all three, every few microseconds."""
+    p = Parent()
+    torch = p.torch
+    torch.zeros(64 * MIB, dtype=torch.uint8, device="cuda").sum(dtype=torch.int64)
+    torch.cuda.synchronize()
+    conns = p.workers(never_ready, 6)
+    for conn in conns:
+        conn.recv(timeout=60)
+    waiting = []
+    for conn in conns:
+        ref = conn.recv(timeout=30, lazy=True)
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            total = ref.value().sum(dtype=torch.int64)
+        waiting.append((conn, stream, ref, total))
+    # In the order in which they were queued: streams that share a hardware queue hold up only later ones.
+    found = []
+    for conn, stream, ref, _ in waiting:
+        check(not stream.query(), "nothing was waited for")
+        found.append(seen_after(p.millpond.PeerDied, conn, stream, ref))
+    released, told, gone = (sorted(column) for column in zip(*found))
+    figure = lambda column: {"p50": round(column[len(column) // 2], 1), "max": round(column[-1], 1), "n": len(column)}  # noqa: E731
+    del waiting, ref, total
+    torch.cuda.synchronize()
+    p.close()
+    return {"released_after_gone_us": figure(released), "peer_died_after_gone_us": figure(told), "gone_after_kill_ms": figure(gone)}
 
 
 @worker

@@ -3,7 +3,8 @@
 
 mod common;
 
-use common::{eventually, link, send_late, Arena, Worker, MIB};
+use common::{eventually, link, plainly, send_late, Arena, Worker, BOUND, MIB};
+use millpond_ipc::client::Place;
 
 #[test]
 fn role() {
@@ -200,6 +201,60 @@ fn ended_without_a_word_at_every_step() {
 #[test]
 fn crashed_at_every_step() {
     every_step("segv");
+}
+
+/// A stream that waits goes on after the process is gone and not before, and so does a thread; neither waits for anything else.
+/// `owner`: whether there is one. How soon is measured by `millpond-micro --part death`.
+fn who_waits_is_released_by_the_end_of_the_process(arena: &mut Arena, owner: bool) {
+    let (mut a, b) = (arena.worker("a"), arena.client("b"));
+    a.ask("connect b");
+    let to_a = b.connect("a", BOUND).unwrap();
+    assert_eq!(a.answer(), "ok 0");
+    a.ok(&format!("alloc {MIB} 1"));
+    a.ok("stall 1");
+    a.ok("fill 0 1 1");
+    a.ok("send 0 0 1");
+    let import = b.receive(&to_a, &plainly(true)).unwrap().tensors[0].import;
+    let driver = b.driver(Place::Host).unwrap();
+    let stream = driver.stream_create().unwrap();
+    b.open_import(import, Some(stream), false, None).unwrap();
+    assert!(!driver.stream_query(stream).unwrap());
+    if !owner {
+        arena.owner.signal(libc::SIGKILL);
+        arena.owner.wait();
+        eventually("the owner's death is seen", || !b.owner_alive());
+    }
+    let pid = rustix::process::Pid::from_raw(a.said.pid()).unwrap();
+    let pidfd = rustix::process::pidfd_open(pid, rustix::process::PidfdFlags::empty()).unwrap();
+    let is_gone = || {
+        let now = rustix::event::Timespec { tv_sec: 0, tv_nsec: 0 };
+        rustix::event::poll(&mut [rustix::event::PollFd::new(&pidfd, rustix::event::PollFlags::IN)], Some(&now)).unwrap() == 1
+    };
+    std::thread::scope(|scope| {
+        let thread = scope.spawn(|| {
+            let error = b.import_ready(import, Some(BOUND)).unwrap_err();
+            assert!(is_gone(), "a thread was told before the process was gone: {error}");
+            error
+        });
+        a.said.signal(libc::SIGKILL);
+        while !driver.stream_query(stream).unwrap() {
+            std::thread::yield_now();
+        }
+        assert!(is_gone(), "the stream went on before the process was gone");
+        assert_eq!(thread.join().unwrap().code(), "PeerDied");
+    });
+    b.release(import).unwrap();
+    driver.stream_destroy(stream).unwrap();
+    b.detach();
+}
+
+#[test]
+fn who_waits_is_released_when_the_process_is_gone_and_not_before() {
+    let mut arena = Arena::new();
+    for _ in 0..3 {
+        who_waits_is_released_by_the_end_of_the_process(&mut arena, true);
+    }
+    who_waits_is_released_by_the_end_of_the_process(&mut arena, false);
 }
 
 #[test]

@@ -117,7 +117,7 @@ fn a_descriptor_that_is_not_what_was_lent_is_refused() {
         set("e", json!([[epoch, u64::MAX]])),
         set("e", json!([[1, u64::MAX], [1, u64::MAX]])),
         set("e", json!([[u64::MAX, 2]])),
-        set("e", json!([[0, 1 << 40]])),
+        set("e", json!([[0, 1_u64 << 40]])),
         set("e", json!([[epoch]])),
         set("e", json!([[epoch, 1, 1]])),
         set("e", json!([[epoch, 1], epoch])),

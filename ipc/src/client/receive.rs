@@ -389,12 +389,14 @@ impl Client {
     fn await_word(word: &Word, signal: Signal, deadline: Option<Instant>) -> Result<(), Error> {
         let mut pause = Pause::default();
         loop {
+            let seen = word.value();
             match word.reached(signal.value) {
                 Reached::Yes => return Ok(()),
                 Reached::Never => return Err(Error::PeerDied("its producer died before the value was ready".to_owned())),
                 Reached::No => {}
             }
-            if !pause.wait(deadline) {
+            // Woken by a death, and by what the host's streams write.
+            if !pause.wait_by(deadline, |time| word.nap(seen, time)) {
                 return Err(Error::Timeout("the value was not ready in time".to_owned()));
             }
         }
@@ -413,11 +415,16 @@ struct Pause(u32);
 impl Pause {
     /// False when the deadline has passed.
     fn wait(&mut self, deadline: Option<Instant>) -> bool {
+        self.wait_by(deadline, std::thread::sleep)
+    }
+
+    /// The same, where something may end a longer wait before its time.
+    fn wait_by(&mut self, deadline: Option<Instant>, sleep: impl FnOnce(Duration)) -> bool {
         self.0 = self.0.saturating_add(1);
         match self.0 {
             0..=500 => std::hint::spin_loop(),
             501..=600 => std::thread::yield_now(),
-            n => std::thread::sleep(Duration::from_micros(u64::from(n - 600).min(500))),
+            n => sleep(Duration::from_micros(u64::from(n - 600).min(500))),
         }
         deadline.is_none_or(|at| Instant::now() < at)
     }

@@ -7,7 +7,6 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use millpond_allocator::driver::CuResult;
-use millpond_allocator::timeline::Word;
 
 use super::device::{Device, Opened};
 use super::error::Error;
@@ -58,6 +57,7 @@ fn tend(client: &Weak<Client>, notices: &Receiver<Notice>, on_owner_death: OnOwn
                 let _ = rustix::process::kill_process(rustix::process::getpid(), rustix::process::Signal::TERM);
             }
             Ok(Notice::OwnerDied) => client.owner_died(),
+            Ok(Notice::PeerEnded) => drop(client.attend_wake()),
             Ok(Notice::Soon) => {
                 client.nudged.store(false, Ordering::Release);
                 pause = PARTING;
@@ -116,7 +116,7 @@ impl Client {
         }
         tracing::error!(%error, "this process's context is dead");
         if self.shared.link.tell(Request::Faulted { device: opened.index }).is_err() {
-            self.shared.control.timelines(self.shared.me).unwrap_or_default().iter().for_each(Word::poison);
+            self.shared.control.poison(self.shared.me);
         }
     }
 

@@ -141,6 +141,14 @@ impl Control {
         self.layout().clients.get(client as usize)
     }
 
+    /// Releases whoever waits for a client of which nothing runs any more: all words first, since streams look at them by
+    /// themselves; then the sleepers are woken.
+    pub fn poison(&self, client: u32) {
+        let words = self.timelines(client).unwrap_or_default();
+        words.iter().for_each(Word::poison);
+        words.iter().for_each(Word::wake);
+    }
+
     /// Why the owner killed the client that a slot is or last was, if it did: (serial, cause).
     #[must_use]
     pub fn cause_of(&self, client: u32) -> Option<(u64, Cause)> {

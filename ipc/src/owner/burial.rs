@@ -42,9 +42,7 @@ impl Owner {
         let parent_ended = client.role == Role::Parent && client.process_ended;
         let _span = tracing::info_span!("burial", client = slot, serial = peer.serial).entered();
         tracing::info!(client = slot, name = peer.name, pid = peer.pid, "client gone");
-        for word in self.control.timelines(slot).unwrap_or_default() {
-            word.poison();
-        }
+        self.control.poison(slot);
         self.end_holds(slot);
         self.disinherit(slot);
         self.estate.count_death(slot, cause.is_some());

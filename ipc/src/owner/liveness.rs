@@ -38,9 +38,7 @@ impl Owner {
         let Some(client) = self.client_mut(slot) else { return };
         client.faulted = true;
         tracing::warn!(client = slot, name = client.name, pid = client.pid, device, "the client's context is dead");
-        for word in self.control.timelines(slot).unwrap_or_default() {
-            word.poison();
-        }
+        self.control.poison(slot);
         self.note_change();
         self.wake_orphans();
         self.state_changed(slot);

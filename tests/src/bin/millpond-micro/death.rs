@@ -1,10 +1,14 @@
 //! A client that is killed in the middle of its work.
 
+use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use millpond_allocator::driver::Stream;
 use millpond_ipc::client::ReceiveOptions;
 use millpond_ipc::wire::Role;
 use millpond_tests::sample::Sample;
+use rustix::event::{poll, PollFd, PollFlags, Timespec};
+use rustix::process::{pidfd_open, Pid, PidfdFlags};
 use serde_json::json;
 
 use super::bench::{at, text, Bench, Owner, Party, GIB, MIB, PATIENCE};
@@ -113,6 +117,85 @@ fn once(owner: &Owner, parent: &Party, (gpu, held): (bool, u64), turn: u8, sampl
     Ok(())
 }
 
+/// SIGKILL, again and again, with a stream here that waits for the dead one's work: how long after the process is gone (its pidfd
+/// is readable) the stream goes on, and `PeerDied` can be had.
+pub(crate) fn release(bench: &Bench) -> Figures {
+    let held = if bench.gpu() { 4 * GIB } else { 256 * MIB };
+    let owner = bench.owner(&[])?;
+    let parent = owner.attach("parent", Role::Parent)?;
+    let stream = parent.driver.stream_create().map_err(text)?;
+    let (mut gone, mut released, mut told) = (Sample::default(), Sample::default(), Sample::default());
+    let kills = bench.pick(5, 10);
+    for turn in 0..kills {
+        at(format_args!("kill {turn}"));
+        let mut victim = owner.worker(&parent, &format!("victim {turn}"))?;
+        // A second of fills, which a queue takes at once.
+        let ask = json!({ "op": "hog", "bytes": held, "fills": if bench.gpu() { 1000 } else { 30 } });
+        parent.send(&victim.channel, &ask.to_string(), &[])?;
+        let message = parent.receive(&victim.channel, PATIENCE)?;
+        let tensor = message.tensors.first().ok_or_else(|| format!("no tensor came: {}", message.tree))?;
+        parent.client.open_import(tensor.import, Some(stream), false, Some(PATIENCE)).map_err(text)?;
+        if parent.driver.stream_query(stream).map_err(text)? {
+            return Err("the stream did not wait: the victim's work was over before it was killed".to_owned());
+        }
+        let watch = watch(victim.process.pid())?;
+        let start = Instant::now();
+        kill_now(victim.process.pid())?;
+        let (on, dead) = seen(&parent, stream, tensor.import)?;
+        let end = watch.join().map_err(|_| "the watcher panicked".to_owned())??;
+        gone.add(end.saturating_duration_since(start));
+        released.add(on.saturating_duration_since(end));
+        told.add(dead.saturating_duration_since(end));
+        victim.process.kill();
+        parent.client.release(tensor.import).map_err(text)?;
+        parent.driver.stream_synchronize(stream).map_err(text)?;
+    }
+    Ok(json!({
+        "kills": kills, "gone_after_kill_ms": gone.json(1e6),
+        "released_after_gone_us": released.json(1e3), "peer_died_after_gone_us": told.json(1e3),
+    }))
+}
+
+/// When the stream went on, and when it could be known that the value never will be ready.
+fn seen(parent: &Party, stream: Stream, import: u64) -> Result<(Instant, Instant), String> {
+    let start = Instant::now();
+    let (mut on, mut dead) = (None, None);
+    loop {
+        if on.is_none() && parent.driver.stream_query(stream).map_err(text)? {
+            on = Some(Instant::now());
+        }
+        if dead.is_none() {
+            match parent.client.import_ready(import, Some(Duration::ZERO)) {
+                Ok(()) => return Err("the value of a killed producer counts as ready".to_owned()),
+                Err(error) if error.code() == "PeerDied" => dead = Some(Instant::now()),
+                Err(error) if error.code() == "Timeout" => {}
+                Err(error) => return Err(format!("the value of a killed producer: {error}")),
+            }
+        }
+        if let (Some(on), Some(dead)) = (on, dead) {
+            return Ok((on, dead));
+        }
+        if start.elapsed() > Duration::from_secs(10) {
+            return Err(format!("10 s after the kill: stream released {on:?}, PeerDied {dead:?}"));
+        }
+        // The owner may need this processor.
+        std::thread::yield_now();
+    }
+}
+
+/// A thread that says when a process was gone: when its pidfd was readable.
+fn watch(pid: u32) -> Result<JoinHandle<Result<Instant, String>>, String> {
+    let pid = Pid::from_raw(pid as i32).ok_or("no pid")?;
+    let pidfd = pidfd_open(pid, PidfdFlags::empty()).map_err(text)?;
+    Ok(std::thread::spawn(move || {
+        let limit = Timespec { tv_sec: 20, tv_nsec: 0 };
+        match poll(&mut [PollFd::new(&pidfd, PollFlags::IN)], Some(&limit)).map_err(text)? {
+            0 => Err("the process did not end within 20 s".to_owned()),
+            _ => Ok(Instant::now()),
+        }
+    }))
+}
+
 /// No late write of the dead: what was filled stays so.
 fn check(parent: &Party, addr: u64, bytes: u64) -> Result<(), String> {
     for place in (0..16).map(|n| bytes / 16 * n) {
@@ -127,7 +210,7 @@ fn check(parent: &Party, addr: u64, bytes: u64) -> Result<(), String> {
 }
 
 fn kill_now(pid: u32) -> Result<(), String> {
-    let pid = rustix::process::Pid::from_raw(pid as i32).ok_or("no pid")?;
+    let pid = Pid::from_raw(pid as i32).ok_or("no pid")?;
     rustix::process::kill_process(pid, rustix::process::Signal::KILL).map_err(text)
 }
 
