@@ -188,7 +188,9 @@ def torch_over(memory, address, device, row, shape, strides):
     code, bits = row.dlpack
     capsule = _native.dlpack_capsule(address, device, code, bits, shape, strides, memory.handle, memory.kind)
     memory.owned = False  # the capsule has it now, whatever happens below
-    tensor = torch.utils.dlpack.from_dlpack(capsule)
+    # What torch.utils.dlpack.from_dlpack does with a capsule, without its questions about what else it might be.
+    take = getattr(torch._C, "_from_dlpack", None) or torch.utils.dlpack.from_dlpack
+    tensor = take(capsule)
     return tensor if row.name in _dtypes.NATIVE_DLPACK else tensor.view(_dtypes.to_torch(row.name))
 
 

@@ -13,7 +13,7 @@ import time
 
 from . import errors
 
-ABI_VERSION = 1
+ABI_VERSION = 2
 COPIED, READ_ONLY = 1, 2
 #: What a range that stands for another value is counted as (millpond_tensor.flags).
 WAYS = {tier: number << 8 for number, tier in enumerate(("arena", "copy", "pool", "ipc", "pinned", "host"), 1)}
@@ -69,8 +69,8 @@ _QUICK = {
     "millpond_import_record_stream": (_i32, [_u64, _u64]),
     "millpond_import_release": (_i32, [_u64]),
     "millpond_ticket_cancel": (_i32, [ctypes.c_char_p, _size]),
-    "millpond_dlpack": (_ptr, [_ptr]),
-    "millpond_dlpack_init": (None, [_ptr, _ptr]),
+    "millpond_dlpack_capsule": (ctypes.py_object, [ctypes.c_char_p]),
+    "millpond_dlpack_init": (None, [_ptr, _ptr, _ptr]),
     "millpond_torch_can_throw": (_i32, []),
     "millpond_torch_answer_cache_info": (_i32, []),
 }
@@ -106,9 +106,7 @@ class _Library:
         if version != ABI_VERSION:
             raise errors.Unsupported(f"{path} has ABI version {version}, this package needs {ABI_VERSION}")
         api = ctypes.pythonapi
-        self.dlpack_init(ctypes.cast(api.PyCapsule_IsValid, _ptr).value, ctypes.cast(api.PyCapsule_GetPointer, _ptr).value)
-        self.capsule_destructor = ctypes.cast(quick.millpond_dlpack_capsule_destructor, _ptr)
-        self.capsule_new = ctypes.PYFUNCTYPE(ctypes.py_object, _ptr, ctypes.c_char_p, _ptr)(("PyCapsule_New", api))
+        self.dlpack_init(*[ctypes.cast(f, _ptr).value for f in (api.PyCapsule_New, api.PyCapsule_IsValid, api.PyCapsule_GetPointer)])
 
     def address_of(self, name):
         """The address of one of the functions, for torch."""
@@ -298,29 +296,23 @@ def wait_done(address, stream, flags, timeout_ms):
 
 
 def _dlpack_spec(ndim):
-    """(buffer type, struct) of millpond_dlpack_spec with the shape and the strides right behind it."""
-    layout = struct.Struct(f"=QiiiBBHQQQI4x{2 * ndim}q")
-    return ctypes.c_char * layout.size, layout
+    """millpond_dlpack_spec with the shape and the strides right behind it."""
+    return struct.Struct(f"=QiiiBBHQQQI4x{2 * ndim}q")
 
 
 _DLPACK_SPECS = [_dlpack_spec(ndim) for ndim in range(9)]
-_SPEC_BYTES = _DLPACK_SPECS[0][1].size
 
 
 def dlpack_capsule(address, device, code, bits, shape, strides, owner, kind):
     """A "dltensor" capsule over our memory, whose deleter ends the import (or frees the block) `owner`."""
-    lib = library()
     ndim = len(shape)
-    buffer, layout = _DLPACK_SPECS[ndim] if ndim < 9 else _dlpack_spec(ndim)
-    spec = buffer()
-    base = ctypes.addressof(spec)
-    after = base + _SPEC_BYTES
+    layout = _DLPACK_SPECS[ndim] if ndim < 9 else _dlpack_spec(ndim)
     where = (2, device) if device >= 0 else (1, 0)
     try:
-        layout.pack_into(spec, 0, address, *where, ndim, code, bits, 1, after, after + 8 * ndim, owner, kind, *shape, *strides)
+        spec = layout.pack(address, *where, ndim, code, bits, 1, 0, 0, owner, kind, *shape, *strides)
     except struct.error as e:
         raise errors.InvalidArgument(f"no tensor can have shape {shape} and strides {strides}: {e}") from None
-    managed = lib.dlpack(base)
-    if not managed:
-        raise last_error("dlpack")
-    return lib.capsule_new(managed, b"dltensor", lib.capsule_destructor)
+    try:
+        return library().dlpack_capsule(spec)
+    except ValueError:  # ctypes' word for null
+        raise last_error("dlpack") from None

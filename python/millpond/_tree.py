@@ -29,8 +29,19 @@ INLINE_BYTES = 1024
 #: Containers deeper than this are refused.
 MAX_DEPTH = 100
 
-_dumps = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False, allow_nan=False, check_circular=False).encode
-_dumps_ascii = json.JSONEncoder(separators=(",", ":"), allow_nan=False, check_circular=False).encode
+def _dumper(ensure_ascii):
+    """JSON's own encoder. Its class sets the C function up anew for each value, which takes longer than a small message."""
+    slow = json.JSONEncoder(separators=(",", ":"), ensure_ascii=ensure_ascii, allow_nan=False, check_circular=False)
+    make = getattr(json.encoder, "c_make_encoder", None)
+    if make is None:
+        return slow.encode
+    text = json.encoder.encode_basestring_ascii if ensure_ascii else json.encoder.encode_basestring
+    encode = make(None, slow.default, text, None, ":", ",", False, False, False)
+    return lambda value: "".join(encode(value, 0))
+
+
+_dumps = _dumper(False)
+_dumps_ascii = _dumper(True)
 
 
 class _Deep(Exception):

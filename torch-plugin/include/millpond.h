@@ -11,7 +11,7 @@
 #include <stdint.h>
 
 // The version of this interface. It changes when a function or a structure does.
-#define MILLPOND_ABI_VERSION 1
+#define MILLPOND_ABI_VERSION 2
 
 // What an entry returns for an error.
 #define MILLPOND_FAILED -1
@@ -174,8 +174,18 @@ int32_t millpond_count(int32_t device,
 // `spec` may be read, its `shape` and `strides` (where not null) have `ndim` entries.
 void *millpond_dlpack(const struct millpond_dlpack_spec *spec);
 
-// Takes the addresses of `PyCapsule_IsValid` and `PyCapsule_GetPointer`, for [`millpond_dlpack_capsule_destructor`].
-void millpond_dlpack_init(void *is_valid,
+// [`millpond_dlpack`] in a Python capsule named "dltensor" (a new reference), from one piece of memory: the spec, whose `shape` and
+// `strides` are not looked at, and right behind it `ndim` sizes and `ndim` strides of 8 bytes. Null and the last error where it
+// cannot be; null alone where Python has set an exception.
+//
+// # Safety
+// All of that may be read (it need not be aligned), and the GIL is held.
+void *millpond_dlpack_capsule(const char *spec);
+
+// Takes the addresses of `PyCapsule_New`, `PyCapsule_IsValid` and `PyCapsule_GetPointer`, for [`millpond_dlpack_capsule`] and its
+// destructor.
+void millpond_dlpack_init(void *new_,
+                          void *is_valid,
                           void *get_pointer);
 
 // A capsule's destructor: deletes the tensor if nobody took it (its name is still "dltensor").

@@ -22,7 +22,7 @@ use crate::foreign::{self, Kind};
 use crate::{recording, state, stats, tensor, torch};
 
 /// The version of this interface. It changes when a function or a structure does.
-pub const ABI_VERSION: u32 = 1;
+pub const ABI_VERSION: u32 = 2;
 
 /// [`ABI_VERSION`].
 #[no_mangle]

@@ -10,7 +10,7 @@ use std::panic::catch_unwind;
 use std::ptr::null_mut;
 use std::sync::atomic::{AtomicPtr, Ordering};
 
-use crate::error::{guard, ApiError};
+use crate::error::{guard, ApiError, Result};
 use crate::tensor::{deallocate, millpond_import_release};
 
 /// `DLDevice`.
@@ -80,6 +80,7 @@ pub struct millpond_dlpack_spec {
     pub kind: u32,
 }
 
+#[repr(C)]
 struct Context {
     tensor: DLManagedTensor,
     shape: Vec<i64>,
@@ -97,7 +98,7 @@ pub unsafe extern "C" fn millpond_dlpack(spec: *const millpond_dlpack_spec) -> *
     guard(null_mut(), || {
         // SAFETY: by this function's contract.
         let spec = unsafe { spec.as_ref() }.ok_or_else(|| ApiError::argument("spec is null"))?;
-        let ndim = usize::try_from(spec.ndim).map_err(|_| ApiError::argument(format!("{} dimensions", spec.ndim)))?;
+        let ndim = spec.dimensions()?;
         if ndim > 0 && spec.shape.is_null() {
             return Err(ApiError::argument("shape is null"));
         }
@@ -108,44 +109,82 @@ pub unsafe extern "C" fn millpond_dlpack(spec: *const millpond_dlpack_spec) -> *
             // SAFETY: by this function's contract.
             unsafe { std::slice::from_raw_parts(at, ndim) }.to_vec()
         };
-        let mut context = Box::new(Context {
-            tensor: DLManagedTensor {
-                tensor: DLTensor {
-                    data: spec.address as *mut c_void,
-                    device: DLDevice { device_type: spec.device_type, device_id: spec.device_id },
-                    ndim: spec.ndim,
-                    dtype: DLDataType { code: spec.code, bits: spec.bits, lanes: spec.lanes },
-                    shape: null_mut(),
-                    strides: null_mut(),
-                    byte_offset: 0,
-                },
-                manager_ctx: null_mut(),
-                deleter: Some(delete),
-            },
-            shape: list(spec.shape),
-            strides: list(spec.strides),
-            owner: spec.owner,
-            kind: spec.kind,
-        });
-        context.tensor.tensor.shape = context.shape.as_mut_ptr();
-        if !spec.strides.is_null() {
-            context.tensor.tensor.strides = context.strides.as_mut_ptr();
-        }
-        let context = Box::into_raw(context);
-        // SAFETY: just made; the tensor is part of the box that its manager_ctx names.
-        unsafe {
-            (*context).tensor.manager_ctx = context.cast();
-            Ok((&raw mut (*context).tensor).cast())
-        }
+        Ok(Box::into_raw(managed(spec, list(spec.shape), list(spec.strides))).cast())
     })
+}
+
+/// [`millpond_dlpack`] in a Python capsule named "dltensor" (a new reference), from one piece of memory: the spec, whose `shape` and
+/// `strides` are not looked at, and right behind it `ndim` sizes and `ndim` strides of 8 bytes. Null and the last error where it
+/// cannot be; null alone where Python has set an exception.
+///
+/// # Safety
+/// All of that may be read (it need not be aligned), and the GIL is held.
+#[no_mangle]
+pub unsafe extern "C" fn millpond_dlpack_capsule(spec: *const c_char) -> *mut c_void {
+    guard(null_mut(), || {
+        let new = NEW.load(Ordering::Acquire);
+        if new.is_null() || spec.is_null() {
+            return Err(ApiError::argument("spec is null, or millpond_dlpack_init was not called"));
+        }
+        let at = spec.cast::<millpond_dlpack_spec>();
+        // SAFETY: by this function's contract; every pattern of bits is a spec.
+        let spec = unsafe { at.read_unaligned() };
+        let ndim = spec.dimensions()?;
+        // SAFETY: by this function's contract, 2 * ndim numbers stand behind the spec.
+        let list = |from: usize| (from..from + ndim).map(|n| unsafe { at.add(1).cast::<i64>().add(n).read_unaligned() }).collect();
+        let tensor = Box::into_raw(managed(&spec, list(0), list(ndim)));
+        // SAFETY: the address was given as that of this function of CPython's stable ABI, and the GIL is held.
+        let capsule = unsafe {
+            let new = transmute::<*mut c_void, unsafe extern "C" fn(*mut c_void, *const c_char, Destructor) -> *mut c_void>(new);
+            new(tensor.cast(), NAME, millpond_dlpack_capsule_destructor)
+        };
+        if capsule.is_null() {
+            // SAFETY: just made, and nobody else has it.
+            unsafe { delete(tensor.cast()) };
+        }
+        Ok(capsule)
+    })
+}
+
+impl millpond_dlpack_spec {
+    fn dimensions(&self) -> Result<usize> {
+        usize::try_from(self.ndim).map_err(|_| ApiError::argument(format!("{} dimensions", self.ndim)))
+    }
+}
+
+/// A tensor and what keeps its memory. Its address is that of the tensor.
+fn managed(spec: &millpond_dlpack_spec, shape: Vec<i64>, strides: Vec<i64>) -> Box<Context> {
+    let mut context = Box::new(Context {
+        tensor: DLManagedTensor {
+            tensor: DLTensor {
+                data: spec.address as *mut c_void,
+                device: DLDevice { device_type: spec.device_type, device_id: spec.device_id },
+                ndim: spec.ndim,
+                dtype: DLDataType { code: spec.code, bits: spec.bits, lanes: spec.lanes },
+                shape: null_mut(),
+                strides: null_mut(),
+                byte_offset: 0,
+            },
+            manager_ctx: null_mut(),
+            deleter: Some(delete),
+        },
+        shape,
+        strides,
+        owner: spec.owner,
+        kind: spec.kind,
+    });
+    context.tensor.tensor.shape = context.shape.as_mut_ptr();
+    // Without strides it is contiguous.
+    context.tensor.tensor.strides = if context.strides.is_empty() { null_mut() } else { context.strides.as_mut_ptr() };
+    context
 }
 
 unsafe extern "C" fn delete(tensor: *mut DLManagedTensor) {
     if tensor.is_null() {
         return;
     }
-    // SAFETY: a consumer calls the deleter once, with the tensor that it was given; manager_ctx names the box that holds it.
-    let context = unsafe { Box::from_raw((*tensor).manager_ctx.cast::<Context>()) };
+    // SAFETY: a consumer calls the deleter once, with the tensor that it was given, which is the first field of its box.
+    let context = unsafe { Box::from_raw(tensor.cast::<Context>()) };
     let _ = catch_unwind(|| match context.kind {
         0 => drop(millpond_import_release(context.owner)),
         _ if crate::state::is_forked() => {}
@@ -153,12 +192,20 @@ unsafe extern "C" fn delete(tensor: *mut DLManagedTensor) {
     });
 }
 
+const NAME: *const c_char = c"dltensor".as_ptr();
+
+/// `PyCapsule_Destructor`.
+type Destructor = unsafe extern "C" fn(*mut c_void);
+
+static NEW: AtomicPtr<c_void> = AtomicPtr::new(null_mut());
 static IS_VALID: AtomicPtr<c_void> = AtomicPtr::new(null_mut());
 static GET_POINTER: AtomicPtr<c_void> = AtomicPtr::new(null_mut());
 
-/// Takes the addresses of `PyCapsule_IsValid` and `PyCapsule_GetPointer`, for [`millpond_dlpack_capsule_destructor`].
+/// Takes the addresses of `PyCapsule_New`, `PyCapsule_IsValid` and `PyCapsule_GetPointer`, for [`millpond_dlpack_capsule`] and its
+/// destructor.
 #[no_mangle]
-pub extern "C" fn millpond_dlpack_init(is_valid: *mut c_void, get_pointer: *mut c_void) {
+pub extern "C" fn millpond_dlpack_init(new: *mut c_void, is_valid: *mut c_void, get_pointer: *mut c_void) {
+    NEW.store(new, Ordering::Release);
     IS_VALID.store(is_valid, Ordering::Release);
     GET_POINTER.store(get_pointer, Ordering::Release);
 }
@@ -169,7 +216,6 @@ pub extern "C" fn millpond_dlpack_init(is_valid: *mut c_void, get_pointer: *mut 
 /// For CPython to call on a capsule that holds a tensor of [`millpond_dlpack`].
 #[no_mangle]
 pub unsafe extern "C" fn millpond_dlpack_capsule_destructor(capsule: *mut c_void) {
-    const NAME: *const c_char = c"dltensor".as_ptr();
     let (is_valid, get_pointer) = (IS_VALID.load(Ordering::Acquire), GET_POINTER.load(Ordering::Acquire));
     if is_valid.is_null() || get_pointer.is_null() || capsule.is_null() {
         return;

@@ -58,10 +58,7 @@ fn tend(client: &Weak<Client>, notices: &Receiver<Notice>, on_owner_death: OnOwn
             }
             Ok(Notice::OwnerDied) => client.owner_died(),
             Ok(Notice::PeerEnded) => drop(client.attend_wake()),
-            Ok(Notice::Soon) => {
-                client.nudged.store(false, Ordering::Release);
-                pause = PARTING;
-            }
+            Ok(Notice::Soon) => pause = PARTING,
             Err(RecvTimeoutError::Timeout) => {}
         }
         // However many notices come, ticks are not put off.
@@ -73,7 +70,8 @@ fn tend(client: &Weak<Client>, notices: &Receiver<Notice>, on_owner_death: OnOwn
 }
 
 impl Client {
-    /// Something was let go of: the tender looks soon. Never blocks.
+    /// Something was let go of: the tender looks soon. Never blocks, and costs nothing while the tender looks often anyway: to wake
+    /// a thread takes longer than all else of a release.
     pub(super) fn nudge(&self) {
         if !self.nudged.swap(true, Ordering::AcqRel) {
             if let Some(notices) = self.notices.try_lock() {
@@ -86,13 +84,18 @@ impl Client {
         if let Some(beat) = self.shared.control.beat(self.shared.me) {
             beat.store(crate::control::now_ms(), Ordering::Relaxed);
         }
-        // A nudge that found the queue busy got lost.
-        self.nudged.store(false, Ordering::Release);
         self.shared.leases.reap();
         self.tick_devices();
         let alone = self.attend_wake();
+        // Whoever lets go from here on nudges. What was let go of before, by somebody who found this set, is seen below: a swap, so that
+        // it is.
+        self.nudged.swap(false, Ordering::AcqRel);
         match (self.imports.any_parting(), self.shared.leases.len()) {
-            (true, _) => PARTING,
+            (true, _) => {
+                // The next look is a soon one without being asked for.
+                self.nudged.store(true, Ordering::Release);
+                PARTING
+            }
             (false, 0) if !alone => IDLE,
             (false, _) => LENT,
         }

@@ -105,6 +105,9 @@ pub struct Config {
     pub stopped_after_ms: u64,
     /// How long a growth may wait for others to give memory back, in milliseconds.
     pub trim_timeout_ms: u64,
+    /// How long memory that a client gave back stays at hand for it, in milliseconds: free in the ledger, not yet the driver's, an
+    /// eighth of the limit at most. 0: not at all.
+    pub spare_ms: u64,
     /// How long a connection may take over its hello, in milliseconds.
     pub hello_timeout_ms: u64,
     /// How many bytes may wait for a client that does not read, before it is cut off.
@@ -126,6 +129,7 @@ impl Default for Config {
             heartbeat_ms: 500,
             stopped_after_ms: 2_000,
             trim_timeout_ms: 500,
+            spare_ms: 100,
             hello_timeout_ms: 5_000,
             outbox_bytes: 8 << 20,
         }

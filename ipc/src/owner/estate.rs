@@ -5,10 +5,12 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::os::fd::OwnedFd;
+use std::time::{Duration, Instant};
 
 use millpond_allocator::driver::{Driver, DriverError};
 
 use super::devices::Served;
+use super::spares::Spares;
 use crate::control::{DeviceRow, GrantRow, MAX_CLIENTS};
 use crate::wire::{Chunk, ChunkMap, WindowMap};
 
@@ -27,6 +29,8 @@ pub(super) struct Holding {
     pub(super) account: u32,
     /// One bit for each client that was given a descriptor and has not said that it dropped it.
     pub(super) importers: u64,
+    /// Some other client had its descriptor once.
+    shared: bool,
     pub(super) fate: Fate,
 }
 
@@ -66,6 +70,7 @@ pub(super) struct Estate {
     pub(super) devices: Vec<Device>,
     windows: BTreeMap<u32, Window>,
     chunks: BTreeMap<u64, Holding>,
+    spares: Spares,
     epochs: u64,
     window_ids: u32,
     /// Rows of (client, device) that are to be written.
@@ -78,7 +83,8 @@ pub(super) fn members(bits: u64) -> impl Iterator<Item = u32> {
 }
 
 impl Estate {
-    pub(super) fn new(served: Vec<Served>) -> Self {
+    /// `keep`: for how long what is given back stays at hand of its client.
+    pub(super) fn new(served: Vec<Served>, keep: Duration) -> Self {
         let device = |served: Served| {
             let id = u128::from_be_bytes(served.info.id.bytes());
             let mut row = DeviceRow {
@@ -91,7 +97,7 @@ impl Estate {
             row.name = super::rows::name(&served.info.name);
             Device { served, row, shares: [GrantRow::default(); MAX_CLIENTS] }
         };
-        Self { devices: served.into_iter().map(device).collect(), ..Self::default() }
+        Self { devices: served.into_iter().map(device).collect(), spares: Spares::new(keep), ..Self::default() }
     }
 
     pub(super) fn device(&self, device: u32) -> Option<&Device> {
@@ -136,6 +142,7 @@ impl Estate {
             return false;
         }
         self.windows.retain(|_, window| window.slot != slot);
+        self.spares.forget(slot);
         for (index, device) in (0..).zip(&mut self.devices) {
             if let Some(share) = device.shares.get_mut(slot as usize) {
                 *share = GrantRow::default();
@@ -203,12 +210,20 @@ impl Estate {
         self.admit(slot, device, bytes)?;
         let offset = self.fit(window, bytes).ok_or(Denial::Window)?;
         let Some(books) = self.devices.get_mut(device as usize) else { return Err(Denial::Window) };
+        let spares = &mut self.spares;
         let mut made = Vec::new();
         let mut at = 0;
         while at < bytes {
             let part = books.served.chunk_bytes.min(bytes - at);
-            // What was made so far goes with its descriptors where this fails.
-            let fd = make(books.served.driver.as_ref(), part).map_err(Denial::Driver)?;
+            let fd = match spares.take(device, slot, part) {
+                Some(fd) => fd,
+                None => {
+                    let all = books.row.reserved.saturating_add(bytes).saturating_add(spares.bytes_on(device));
+                    spares.give_up(device, all.saturating_sub(books.row.limit));
+                    // What was made so far goes with its descriptors where this fails.
+                    make(books.served.driver.as_ref(), part, || spares.give_up(device, u64::MAX)).map_err(Denial::Driver)?
+                }
+            };
             made.push((offset + at, part, fd));
             at += part;
         }
@@ -230,7 +245,10 @@ impl Estate {
             if let Some(window) = self.windows.get_mut(&window) {
                 window.taken.insert(offset, chunk.epoch);
             }
-            self.chunks.insert(chunk.epoch, Holding { device, window, slot, chunk, fd, account: slot, importers: 0, fate: Fate::Held });
+            self.chunks.insert(
+                chunk.epoch,
+                Holding { device, window, slot, chunk, fd, account: slot, importers: 0, shared: false, fate: Fate::Held },
+            );
             epochs.push(chunk.epoch);
         }
         Ok(epochs)
@@ -283,6 +301,7 @@ impl Estate {
     pub(super) fn note_importer(&mut self, epoch: u64, slot: u32) {
         if let Some(holding) = self.chunks.get_mut(&epoch).filter(|holding| holding.slot != slot) {
             holding.importers |= 1 << slot;
+            holding.shared = true;
         }
     }
 
@@ -290,7 +309,10 @@ impl Estate {
     pub(super) fn give_back(&mut self, epoch: u64) -> Option<Fate> {
         let importers = self.chunks.get(&epoch)?.importers;
         if importers == 0 {
-            self.free(epoch);
+            let holding = self.free(epoch)?;
+            if let Some(books) = self.devices.get(holding.device as usize).filter(|_| holding.fate == Fate::Held && !holding.shared) {
+                self.spares.keep(holding.device, books.row.limit, holding.slot, holding.chunk.bytes, holding.fd);
+            }
             return None;
         }
         self.turn(epoch, Fate::Retired, None);
@@ -350,8 +372,9 @@ impl Estate {
         self.book(device, to, bytes, fate, true);
     }
 
-    fn free(&mut self, epoch: u64) {
-        let Some(holding) = self.chunks.remove(&epoch) else { return };
+    /// Takes a chunk out of the books: with what is returned goes the memory.
+    fn free(&mut self, epoch: u64) -> Option<Holding> {
+        let holding = self.chunks.remove(&epoch)?;
         if let Some(window) = self.windows.get_mut(&holding.window) {
             window.taken.remove(&holding.chunk.offset);
         }
@@ -360,6 +383,17 @@ impl Estate {
         if let Some(books) = self.devices.get_mut(device as usize) {
             books.row.reserved = books.row.reserved.saturating_sub(bytes);
         }
+        Some(holding)
+    }
+
+    /// What was given back and nobody asked for goes to the driver.
+    pub(super) fn expire_spares(&mut self, now: Instant) {
+        self.spares.expire(now);
+    }
+
+    /// When that is due next.
+    pub(super) fn spares_due(&self) -> Option<Instant> {
+        self.spares.due()
     }
 
     /// Enters a chunk under its fate, or takes it out.
@@ -386,9 +420,13 @@ impl Estate {
     }
 }
 
-/// Memory as a descriptor alone: it keeps the bytes alive by itself, with both drivers.
-fn make(driver: &dyn Driver, bytes: u64) -> Result<OwnedFd, DriverError> {
-    let memory = driver.create(bytes)?;
+/// Memory as a descriptor alone: it keeps the bytes alive by itself, with both drivers. Where there is none, once more if `more` could
+/// give some up.
+fn make(driver: &dyn Driver, bytes: u64, more: impl FnOnce() -> bool) -> Result<OwnedFd, DriverError> {
+    let memory = match driver.create(bytes) {
+        Err(error) if error.is_out_of_memory() && more() => driver.create(bytes)?,
+        created => created?,
+    };
     let exported = driver.export(memory);
     let released = driver.release(memory);
     let fd = exported?;

@@ -9,12 +9,13 @@ use proptest::prelude::*;
 use super::*;
 
 const UNIT: u64 = 2 << 20;
+const KEEP: Duration = Duration::from_secs(60);
 
 fn estate(limit: u64, window_bytes: u64, fail: Option<FailPlan>) -> Estate {
     let platform = HostPlatform::new(HostConfig { total_bytes: Some(1 << 30), fail, ..HostConfig::default() });
     let driver = platform.open(DeviceId::host(0)).unwrap();
     let info = driver.device().clone();
-    Estate::new(vec![Served { driver, info, limit, chunk_bytes: 2 * UNIT, window_bytes }])
+    Estate::new(vec![Served { driver, info, limit, chunk_bytes: 2 * UNIT, window_bytes }], KEEP)
 }
 
 /// What must be true at every moment.
@@ -27,6 +28,7 @@ fn check(estate: &Estate) {
     assert!(device.row.reserved <= device.row.limit && device.row.reserved <= device.row.peak);
     let all: u64 = estate.chunks.values().map(|holding| holding.chunk.bytes).sum();
     assert_eq!(all, device.row.reserved);
+    assert!(all + estate.spares.bytes_on(0) <= device.row.limit, "spares beyond the limit");
     for (id, window) in &estate.windows {
         let mut end = 0;
         for (offset, epoch) in &window.taken {
@@ -60,6 +62,75 @@ fn a_driver_that_fails_half_way_leaves_nothing() {
     let epochs = estate.grow(0, window, 0, 8 * UNIT).unwrap();
     assert_eq!(estate.holding(epochs[0]).unwrap().chunk.offset, 0);
     check(&estate);
+}
+
+/// The driver's calls for memory fail from the second on, eight of them.
+fn no_more() -> Option<FailPlan> {
+    let plan = FailPlan::new();
+    Some((2..10).fold(plan, |plan, n| plan.fail_nth(HostCall::Create, n, CuResult::OUT_OF_MEMORY)))
+}
+
+#[test]
+fn what_a_client_gave_back_is_its_own_again_without_the_driver() {
+    let mut estate = estate(64 * UNIT, 64 * UNIT, no_more());
+    let window = estate.open_windows(0, None)[0];
+    for _ in 0..3 {
+        let epochs = estate.grow(0, window, 0, 2 * UNIT).unwrap();
+        assert_eq!(estate.give_back(epochs[0]), None);
+        assert_eq!((estate.devices[0].row.reserved, estate.spares.bytes_on(0)), (0, 2 * UNIT));
+        check(&estate);
+    }
+    assert!(matches!(estate.grow(0, window, 0, UNIT), Err(Denial::Driver(_))), "of another size there is none");
+    assert_eq!(estate.spares.bytes_on(0), 0, "and it was given up where the driver had no more");
+}
+
+#[test]
+fn a_spare_is_for_no_other_client() {
+    let mut estate = estate(64 * UNIT, 64 * UNIT, no_more());
+    let windows = [0, 1].map(|slot| estate.open_windows(slot, None)[0]);
+    let epochs = estate.grow(0, windows[0], 0, 2 * UNIT).unwrap();
+    estate.give_back(epochs[0]);
+    assert!(matches!(estate.grow(1, windows[1], 0, 2 * UNIT), Err(Denial::Driver(_))));
+}
+
+#[test]
+fn what_another_client_may_map_is_no_spare() {
+    let mut estate = estate(64 * UNIT, 64 * UNIT, None);
+    let window = estate.open_windows(0, None)[0];
+    let epochs = estate.grow(0, window, 0, 4 * UNIT).unwrap();
+    estate.note_importer(epochs[0], 1);
+    assert!(!estate.drop_importer(epochs[0], 1));
+    assert_eq!(estate.give_back(epochs[0]), None);
+    assert_eq!(estate.spares.bytes_on(0), 0, "it was mapped by another once");
+    estate.note_importer(epochs[1], 1);
+    assert_eq!(estate.give_back(epochs[1]), Some(Fate::Retired));
+    assert!(estate.drop_importer(epochs[1], 1));
+    assert_eq!(estate.spares.bytes_on(0), 0, "it was retired");
+}
+
+#[test]
+fn spares_make_room_for_others_and_go_with_their_client_and_with_time() {
+    let mut estate = estate(32 * UNIT, 64 * UNIT, None);
+    let windows = [0, 1].map(|slot| estate.open_windows(slot, None)[0]);
+    let spare = |estate: &mut Estate| {
+        let epochs = estate.grow(0, windows[0], 0, 4 * UNIT).unwrap();
+        epochs.iter().for_each(|epoch| _ = estate.give_back(*epoch));
+        assert_eq!(estate.spares.bytes_on(0), 4 * UNIT, "an eighth of the limit");
+    };
+    spare(&mut estate);
+    let epochs = estate.grow(1, windows[1], 0, 30 * UNIT).unwrap();
+    assert_eq!(estate.spares.bytes_on(0), 2 * UNIT, "as many were given up as the limit asked for");
+    check(&estate);
+    epochs.iter().for_each(|epoch| _ = estate.give_back(*epoch));
+    assert_eq!(estate.spares.bytes_on(0), 4 * UNIT);
+    assert!(estate.close_windows(1));
+    assert_eq!(estate.spares.bytes_on(0), 0, "the newest were the second client's");
+    spare(&mut estate);
+    let due = estate.spares_due().unwrap();
+    estate.expire_spares(due - Duration::from_nanos(1));
+    assert_eq!(estate.spares.bytes_on(0), 4 * UNIT);
+    estate.expire_spares(due);
+    assert_eq!(estate.spares.bytes_on(0), 2 * UNIT, "one at a time");
 }
 
 #[test]

@@ -3,7 +3,8 @@
 //!
 //! * [`Config`], [`OwnerError`]: what it is told, and why it may refuse.
 //! * `place`: its directory and socket. `link`: one connection. `process`: what the system says of a client.
-//! * `estate`: the books: devices, windows, chunks, admission. `rows`: the same in the control memory.
+//! * `estate`: the books: devices, windows, chunks, admission. `spares`: what was given back a moment ago. `rows`: the books in the
+//!   control memory.
 //! * `hello`, `calls`: the conversation. `grow`, `share`, `channel`: the requests.
 //! * `liveness`, `policy`, `burial`, `adopt`: how clients stop, are killed, die, and what becomes of what they leave.
 
@@ -26,6 +27,7 @@ mod policy;
 mod process;
 mod rows;
 mod share;
+mod spares;
 mod turn;
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
@@ -148,7 +150,7 @@ impl Owner {
         let stop = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).map_err(OwnerError::system("eventfd"))?;
         let (place, listener) = Place::make(config.socket_dir.as_deref())?;
         let grows = served.iter().map(|_| VecDeque::new()).collect();
-        let estate = Estate::new(served);
+        let estate = Estate::new(served, Duration::from_millis(config.spare_ms));
         rows::write_devices(&control, &estate, u32::MAX);
         let now = Instant::now();
         tracing::info!(socket = %place.socket().display(), devices = estate.devices.len(), "owner bound");

@@ -54,6 +54,7 @@ impl Owner {
         self.look_at_beats(now);
         self.look_at_orphans(now);
         self.look_at_grows(now);
+        self.estate.expire_spares(now);
         self.look_at_channels(now);
         self.flush_rows();
         self.flush_links();
@@ -126,6 +127,7 @@ impl Owner {
         }
         at(self.orphans_due());
         at(self.grows_due());
+        at(self.estate.spares_due());
         at(self.channels.iter().map(|pending| pending.deadline).min());
         let stalled = self.clients.iter().flatten().any(|client| client.link.is_stalled()) || self.observers.values().any(Link::is_stalled);
         at(stalled.then(|| Instant::now() + RETRY));

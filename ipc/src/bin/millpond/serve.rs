@@ -79,6 +79,9 @@ pub(crate) struct Serve {
     /// How long a growth may wait for others to give memory back, in milliseconds.
     #[arg(long, default_value_t = 500)]
     trim_timeout_ms: u64,
+    /// How long memory that a client gave back stays at hand for it, in milliseconds (free in the ledger, not yet the driver's).
+    #[arg(long, default_value_t = 100)]
+    spare_ms: u64,
 }
 
 fn limit(text: &str) -> Result<Limit, String> {
@@ -104,6 +107,7 @@ impl Serve {
             heartbeat_ms: self.heartbeat_ms,
             stopped_after_ms: self.stopped_after_ms,
             trim_timeout_ms: self.trim_timeout_ms,
+            spare_ms: self.spare_ms,
             ..Config::default()
         }
     }
