@@ -330,6 +330,63 @@ def killed_with_a_forked_child():
     return {"ms_after_the_child": round(took * 1e3, 2)}
 
 
+@worker
+def broken_context(conn):
+    import torch
+
+    t = torch.zeros(64 * MIB, dtype=torch.uint8, device="cuda")
+    short = torch.zeros(8, device="cuda")
+    at = torch.zeros(1, dtype=torch.int64, device="cuda")
+    torch.cuda._sleep(1000)
+    short[at].sum()
+    conn.send(torch.zeros(4, device="cuda"))
+    torch.cuda.synchronize()
+    for _ in range(3):
+        torch.cuda._sleep(LONG)
+    short[at + (1 << 30)]  # an assertion on the device: from then on every call of this context fails
+    t.fill_(9)
+    conn.send(t)
+    try:
+        torch.cuda.synchronize()
+        conn.send("the context is well")
+    except RuntimeError as e:
+        conn.send(f"{type(e).__name__}: {e}"[:200])
+    conn.recv(timeout=60)
+
+
+@test()
+def dead_context_in_a_live_process():
+    """A worker's context dies behind what it sent, its process lives: what never got ready says so, streams go on, the ledger says
+    faulted; its memory is in quarantine until it ends; words still pass."""
+    p = Parent(limit="8GiB")
+    torch = p.torch
+    torch.zeros(64 * MIB, dtype=torch.uint8, device="cuda").sum(dtype=torch.int64)
+    torch.cuda.synchronize()
+    conn = p.worker(broken_context)
+    pid = conn.process.pid
+    conn.recv(timeout=60)
+    ref = conn.recv(timeout=60, lazy=True)
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        total = ref.value().sum(dtype=torch.int64)
+    check(not stream.query(), "nothing was waited for")
+    e = raises(p.millpond.PeerDied, lambda: ref.wait(timeout=30))
+    until(stream.query, 10, "the stream never went on")
+    row = lambda: next(c for d in p.arena.ledger()["devices"] for c in d["clients"] if c["pid"] == pid and d["id"].startswith("GPU"))  # noqa: E731
+    until(lambda: row()["state"] == "faulted", 10, lambda: f"the ledger says {row()['state']}")
+    says = conn.recv(timeout=30)
+    check(says != "the context is well" and conn.process.poll() is None, says)
+    check(row()["reserved"] >= 64 * MIB, "its memory was taken back while it lives")
+    del total
+    ref.release()
+    equal(float(torch.ones(10, device="cuda").sum()), 10.0, "here all is well")
+    conn.process.kill()
+    conn.process.wait()
+    until(lambda: p.of(pid, "reserved") == 0, 10, lambda: f"never given back: {p.arena.ledger()}")
+    p.close()
+    return {"PeerDied": str(e)[:150], "worker_says": says}
+
+
 @test()
 def owner_killed():
     """SIGKILL of the owner: memory that is held stays usable, new growth fails by name, nobody hangs."""
