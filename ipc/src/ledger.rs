@@ -77,7 +77,6 @@ pub struct ClientLedger {
     /// `parent` or `worker`.
     pub role: &'static str,
     /// Why the owner killed it, if it did.
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub killed: Option<String>,
     /// Bytes of its chunks.
     pub reserved: u64,

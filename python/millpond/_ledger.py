@@ -39,6 +39,7 @@ class Client(Record):
     leased_out: int  # of its blocks, what others hold
     leased_in: int  # of others' blocks, what it holds
     out_of_memory: int
+    killed: "str | None"  # why the owner killed it, if it did: seen while something of it is left
     beat_age_ms: int
     # So far, since it attached:
     growths: int  # granted

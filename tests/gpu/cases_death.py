@@ -76,17 +76,20 @@ def waiting_stream_is_released():
 
 
 def seen_after(died, conn, stream, ref):
-    """Kills a worker; `died` is what says so: the µs from the moment at which its process is gone (its pidfd is readable) until the stream goes on, and
-    until PeerDied can be had; and the ms that its end took."""
+    """Kills a worker; `died` is what says so: the µs from the moment at which its process is gone (its pidfd is readable) until the stream goes on (and
+    from when its socket has ended too), until PeerDied can be had, and until the socket has ended; and what its end took."""
     pidfd = os.pidfd_open(conn.process.pid)
-    poll = select.poll()
+    poll, ends = select.poll(), select.poll()
     poll.register(pidfd, select.POLLIN)
+    ends.register(conn.fileno(), 0)  # says only that nobody holds the other end any more
     start = time.monotonic_ns()
     conn.process.kill()
-    gone = released = told = None
-    while None in (gone, released, told):
+    gone = closed = released = told = None
+    while None in (gone, closed, released, told):
         if gone is None and poll.poll(0):
             gone = time.monotonic_ns()
+        if closed is None and ends.poll(0):
+            closed = time.monotonic_ns()
         if released is None and stream.query():
             released = time.monotonic_ns()
         if told is None:
@@ -97,7 +100,9 @@ def seen_after(died, conn, stream, ref):
         check(time.monotonic_ns() - start < 10e9, f"10 s after the kill: gone {gone}, released {released}, PeerDied {told}")
     os.close(pidfd)
     conn.process.wait()
-    return max(0, released - gone) / 1e3, max(0, told - gone) / 1e3, (gone - start) / 1e6
+    both = max(gone, closed)
+    us = lambda at, since: max(0, at - since) / 1e3  # noqa: E731
+    return us(released, gone), us(released, both), us(told, gone), us(closed, gone), us(gone, start)
 
 
 @test(alone=True, timeout=120)
@@ -123,12 +128,13 @@ def released_after_gone():
     for conn, stream, ref, _ in waiting:
         check(not stream.query(), "nothing was waited for")
         found.append(seen_after(p.millpond.PeerDied, conn, stream, ref))
-    released, told, gone = (sorted(column) for column in zip(*found))
+    columns = [sorted(column) for column in zip(*found)]
     figure = lambda column: {"p50": round(column[len(column) // 2], 1), "max": round(column[-1], 1), "n": len(column)}  # noqa: E731
     del waiting, ref, total
     torch.cuda.synchronize()
     p.close()
-    return {"released_after_gone_us": figure(released), "peer_died_after_gone_us": figure(told), "gone_after_kill_ms": figure(gone)}
+    names = "released_after_gone released_after_both peer_died_after_gone socket_end_after_gone gone_after_kill".split()
+    return {f"{name}_us": figure(column) for name, column in zip(names, columns)}
 
 
 @worker
@@ -328,6 +334,69 @@ def killed_with_a_forked_child():
     took = time.perf_counter() - start
     p.close()
     return {"ms_after_the_child": round(took * 1e3, 2)}
+
+
+@worker
+def never_ready_then(conn):
+    import ctypes
+
+    import torch
+
+    t = torch.zeros(64 * MIB, dtype=torch.uint8, device="cuda")
+    t.fill_(1)
+    torch.cuda._sleep(1000)
+    conn.send(torch.zeros(4, device="cuda"))
+    torch.cuda.synchronize()
+    for _ in range(40):
+        torch.cuda._sleep(LONG)
+    t.fill_(9)
+    conn.send(t)
+    if conn.recv(timeout=60) == "exit":
+        os._exit(3)
+    signal.signal(signal.SIGSEGV, signal.SIG_DFL)
+    ctypes.string_at(8)
+
+
+@test(timeout=120)
+def however_it_ends():
+    """_exit, a crash, SIGSTOP and then SIGKILL, each with GPU work queued and running: streams that wait go on, what never got ready
+    says so, the memory comes back, and nothing here is disturbed."""
+    p = Parent()
+    torch = p.torch
+    torch.zeros(64 * MIB, dtype=torch.uint8, device="cuda").sum(dtype=torch.int64)
+    torch.cuda.synchronize()
+    ways = ("exit", "segv", "stop")
+    conns = p.workers(never_ready_then, len(ways))
+    for conn in conns:
+        conn.recv(timeout=60)
+    waiting = []
+    for conn in conns:
+        ref, stream = conn.recv(timeout=30, lazy=True), torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            ref.value().sum(dtype=torch.int64)
+        waiting.append((conn, ref, stream))
+    figures = {}
+    for way, (conn, ref, stream) in zip(ways, waiting):
+        check(not stream.query(), "nothing was waited for")
+        start = time.perf_counter()
+        if way == "stop":
+            conn.process.send_signal(signal.SIGSTOP)
+            time.sleep(0.2)
+            check(not stream.query() and not ref.ready(), "a stopped process is not a dead one")
+            conn.process.kill()
+        else:
+            conn.send(way)
+        raises(p.millpond.PeerDied, lambda ref=ref: ref.wait(timeout=30))
+        until(stream.query, 10, "the stream never went on")
+        figures[f"{way}_ms"] = round((time.perf_counter() - start) * 1e3, 2)
+        code = conn.process.wait()
+        equal(code, {"exit": 3, "segv": -signal.SIGSEGV, "stop": -signal.SIGKILL}[way], way)
+        ref.release()
+        pid = conn.process.pid
+        until(lambda: p.of(pid, "reserved") == 0, 10, lambda: f"never given back: {p.arena.ledger()}")
+        equal(float(torch.ones(10, device="cuda").sum()), 10.0)
+    p.close()
+    return figures
 
 
 @worker

@@ -152,7 +152,8 @@ impl Window {
     /// What the driver says; the chunk is still mapped then.
     pub fn unmap(&self, epoch: u64) -> Result<Option<Chunk>, DriverError> {
         let mut mapped = self.mapped.lock();
-        let Some((offset, (chunk, memory))) = mapped.chunks.iter().find(|(_, (chunk, _))| chunk.epoch == epoch).map(|(k, v)| (*k, *v)) else {
+        let Some((offset, (chunk, memory))) = mapped.chunks.iter().find(|(_, (chunk, _))| chunk.epoch == epoch).map(|(k, v)| (*k, *v))
+        else {
             return Ok(None);
         };
         if let Some(unmapping) = &self.unmapping {

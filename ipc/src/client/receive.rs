@@ -193,9 +193,13 @@ impl Client {
                     Ok(true) => record::stream_waits(&opened, stream, *signal),
                     waits => drop(waits?),
                 },
-                _ => self
-                    .await_until(*signal, until)
-                    .map_err(|error| if matches!(error, Error::PeerDied(_)) { self.died(&import) } else { error })?,
+                _ => self.await_until(*signal, until).map_err(|error| {
+                    if matches!(error, Error::PeerDied(_)) {
+                        self.died(&import)
+                    } else {
+                        error
+                    }
+                })?,
             }
         }
         let id = stream.map(|stream| opened.identify(stream)).transpose()?;
@@ -246,7 +250,8 @@ impl Client {
         }
         let deadline = deadline(timeout);
         import.ready.iter().try_for_each(|signal| {
-            self.await_until(*signal, deadline).map_err(|error| if matches!(error, Error::PeerDied(_)) { self.died(&import) } else { error })
+            self.await_until(*signal, deadline)
+                .map_err(|error| if matches!(error, Error::PeerDied(_)) { self.died(&import) } else { error })
         })
     }
 

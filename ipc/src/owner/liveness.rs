@@ -67,13 +67,13 @@ impl Owner {
         self.consider_burial(slot);
     }
 
-    /// Buries a client if both of its ends are seen, or if it left in good order with nothing in its hands.
+    /// Sees to a client's burial if both of its ends are seen, or if it left in good order with nothing in its hands.
     fn consider_burial(&mut self, slot: u32) {
         let Some(client) = self.client(slot).filter(|client| !client.buried) else { return };
         let both = client.socket_ended && client.process_ended;
         let left = client.socket_ended && client.detached && !self.estate.has_stake(slot);
         if both || left {
-            self.bury(slot);
+            self.release_waiters(slot);
         } else {
             self.state_changed(slot);
         }

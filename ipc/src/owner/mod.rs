@@ -123,6 +123,8 @@ pub struct Owner {
     last_slot: u32,
     next_beats: Instant,
     orphans: burial::Watch,
+    /// Whose waiters were released in this turn.
+    dead: Vec<u32>,
     place: Place,
 }
 
@@ -179,6 +181,7 @@ impl Owner {
             last_slot: MAX_CLIENTS as u32 - 1,
             next_beats: now,
             orphans: burial::Watch::new(now),
+            dead: Vec::new(),
             place,
         })
     }

@@ -14,7 +14,7 @@ fn client(slot: u32, name: &str, reserved: u64, allocated: u64) -> ClientLedger 
         name: name.to_owned(),
         state: "alive",
         role: "worker",
-            killed: None,
+        killed: None,
         reserved,
         peak_reserved: reserved,
         chunks: 2,

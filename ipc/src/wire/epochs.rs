@@ -45,7 +45,9 @@ impl<'de> Visitor<'de> for RunVisitor {
         if seq.next_element::<serde::de::IgnoredAny>()?.is_some() {
             return Err(A::Error::invalid_length(3, &self));
         }
-        Epochs::new(first, count).map(Run).ok_or_else(|| A::Error::custom(format_args!("{count} epochs from {first} on: there are none such")))
+        Epochs::new(first, count)
+            .map(Run)
+            .ok_or_else(|| A::Error::custom(format_args!("{count} epochs from {first} on: there are none such")))
     }
 }
 
@@ -80,7 +82,19 @@ mod tests {
 
     #[test]
     fn what_cannot_be_a_run_is_refused_before_anything_is_made_of_it() {
-        for wrong in ["[[7,0]]", "[[18446744073709551615,2]]", "[[7]]", "[[]]", "[[1,2,3]]", "[-1]", "[[1,-1]]", "[1.5]", "[\"1\"]", "[null]", "[[1,18446744073709551616]]"] {
+        for wrong in [
+            "[[7,0]]",
+            "[[18446744073709551615,2]]",
+            "[[7]]",
+            "[[]]",
+            "[[1,2,3]]",
+            "[-1]",
+            "[[1,-1]]",
+            "[1.5]",
+            "[\"1\"]",
+            "[null]",
+            "[[1,18446744073709551616]]",
+        ] {
             assert!(serde_json::from_str::<Bearer>(wrong).is_err(), "{wrong}");
         }
         // A number that can be: who compares it finds that it is too many.

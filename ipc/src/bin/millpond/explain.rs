@@ -252,7 +252,7 @@ mod tests {
             growths: 0,
             refusals: 0,
             deaths: 0,
-        kills: 0,
+            kills: 0,
             outside: None,
             outside_unknown: None,
             clients,

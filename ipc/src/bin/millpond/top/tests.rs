@@ -13,7 +13,7 @@ fn client(slot: u32, name: &str, reserved: u64, allocated: u64) -> ClientLedger 
         name: name.to_owned(),
         state: if slot == 2 { "stopped" } else { "alive" },
         role: "worker",
-            killed: None,
+        killed: None,
         reserved,
         peak_reserved: reserved,
         chunks: 1,
