@@ -13,6 +13,9 @@ use crate::wire::{Answer, Reason, Role};
 /// The shortest time that a policy can name: a shorter one could not be told from a slow machine.
 const SHORTEST: Duration = Duration::from_millis(100);
 
+/// A client whose beat is no older is not stopped.
+const BEATING: Duration = Duration::from_millis(500);
+
 /// What a parent wants done with a client.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Policy {
@@ -103,7 +106,10 @@ impl Owner {
             let Some(policy) = client.policy else { continue };
             let beat = self.control.beat(slot).map_or(0, |beat| beat.load(std::sync::atomic::Ordering::Relaxed));
             let quiet = Duration::from_millis(now_ms.saturating_sub(beat));
-            let since = match client.is_stopped_by_signal() {
+            // One that beats is not asked after.
+            let beats = quiet < BEATING.min(policy.after / 4);
+            let stopped = if beats { Some(false) } else { client.is_stopped_by_signal() };
+            let since = match stopped {
                 // The system's word. A starved machine makes nobody stopped, nor does a scribbled beat.
                 Some(true) => policy.since.or(Some(now)),
                 Some(false) => None,
