@@ -3,8 +3,11 @@
 
 mod common;
 
-use common::{eventually, link, plainly, send_late, Arena, Worker, BOUND, MIB};
-use millpond_ipc::client::Place;
+use std::time::Duration;
+
+use common::{eventually, is_all, link, plainly, send_late, tree, Arena, Worker, BOUND, MIB};
+use millpond_ipc::client::{Client, Error, Options, Place};
+use millpond_ipc::wire::Role;
 
 #[test]
 fn role() {
@@ -83,7 +86,7 @@ fn bring(arena: &Arena, step: Step) -> Pair {
     }
     if step == Step::Export {
         // It blocks in the send: no answer.
-        assert_eq!(a.answers_within(std::time::Duration::from_millis(100)), None);
+        assert_eq!(a.answers_within(Duration::from_millis(100)), None);
     }
     Pair { a, b, ab, ba }
 }
@@ -255,6 +258,46 @@ fn who_waits_is_released_when_the_process_is_gone_and_not_before() {
         who_waits_is_released_by_the_end_of_the_process(&mut arena, true);
     }
     who_waits_is_released_by_the_end_of_the_process(&mut arena, false);
+}
+
+/// By the parent's word. What it made and was ready stays good; what was not, and the channel, say why it is gone; so does a forward.
+#[test]
+fn a_worker_that_is_killed_by_policy_leaves_its_reason() {
+    let arena = Arena::new();
+    let parent = Client::attach(&Options { role: Role::Parent, ..arena.options("parent") }).unwrap();
+    let mut a = arena.worker("a");
+    a.ask("connect parent");
+    let to_a = parent.accept(BOUND).unwrap();
+    assert_eq!(a.answer(), "ok 0");
+    a.ok(&format!("alloc {MIB}"));
+    a.ok("fill 0 3");
+    a.ok("send 0 0");
+    a.ok(&format!("alloc {MIB} 1"));
+    a.ok("stall 1");
+    a.ok("fill 1 1 1");
+    a.ok("send 0 1 1");
+    let [ready, late] = [(); 2].map(|()| parent.receive(&to_a, &plainly(true)).unwrap().tensors[0].import);
+    parent.set_policy(to_a.peer(), Some(Duration::from_millis(100))).unwrap();
+    a.said.signal(libc::SIGSTOP);
+    let says = |result: Result<(), Error>, what: &str| {
+        let error = result.unwrap_err();
+        assert_eq!(error.code(), "PeerDied", "{what}: {error}");
+        assert!(error.to_string().contains("killed by policy: stopped for 0."), "{what}: {error}");
+    };
+    says(parent.import_ready(late, Some(BOUND)), "a thread that waits");
+    eventually("it is buried", || arena.row("a").is_none_or(|row| row.state == "orphaned"));
+    says(parent.open_import(late, None, false, Some(BOUND)).map(drop), "opening what was not ready");
+    says(parent.receive(&to_a, &plainly(true)).map(drop), "receiving");
+    says(parent.send(&to_a, tree(), &[], None).map(drop), "sending");
+    let addr = parent.open_import(ready, None, false, Some(BOUND)).unwrap();
+    assert!(is_all(addr, MIB, 3));
+    let (row, device) = (arena.row("a").unwrap(), arena.ledger().devices[0].clone());
+    assert!(row.killed.unwrap().starts_with("killed by policy: stopped for 0."));
+    assert_eq!((device.deaths, device.kills), (1, 1));
+    parent.release(ready).unwrap();
+    parent.release(late).unwrap();
+    arena.settles_at(0);
+    assert_eq!(parent.set_policy(to_a.peer(), None).unwrap_err().code(), "PeerDied");
 }
 
 #[test]
