@@ -207,7 +207,8 @@ impl Timelines {
         if shared && word.value() < last {
             self.driver.wait_value(stream, self.address(timeline), last)?;
         }
-        let value = last + 1;
+        // The word may hold anything: others can write it.
+        let value = last.wrapping_add(1);
         self.driver.write_value(stream, self.address(timeline), value)?;
         inner.assigned.insert(timeline, value);
         if !shared {
