@@ -103,7 +103,7 @@ fn it_leaks_no_descriptors() {
     assert_eq!(program.descriptors(), before + 1);
     witness.release(&chunks);
     // It stays at hand for a moment.
-    until("the chunk is closed", || program.descriptors() == before);
+    until("it is closed", || program.descriptors() == before);
 }
 
 #[test]

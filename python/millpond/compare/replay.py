@@ -80,6 +80,7 @@ class Replayed:
         self._outcome = array.array("B", bytes(count))
         self._growths = None  # event -> bytes, once they are known
         self._all, self._steady = array.array("I"), array.array("I")
+        self._rounds = []  # the steady calls' times of each replay, in the trace's order
         self.tried = 0
         self._peak, self._left, self._apart = None, 0, 0
         self._failed, self._first = 0, None
@@ -103,7 +104,9 @@ class Replayed:
         if not finding:
             self._all.extend(took)
             if self._allocator.tells_growth:
-                self._steady.extend(t for n, t in enumerate(self._ticks) if self._outcome[n] == DONE and n not in self._growths)
+                steady = [t for n, t in enumerate(self._ticks) if self._outcome[n] == DONE and n not in self._growths]
+                self._steady.extend(steady)
+                self._rounds.append(steady)
         self._note_failures()
         return max(len(took), 1), sum(took) * self._clock.tick_ns
 
@@ -141,6 +144,7 @@ class Replayed:
             "failed": self._failed + len(trace.wrong),
             "ns": percentiles(self._all, self._clock.tick_ns),
             "ns_without_growth": percentiles(self._steady, self._clock.tick_ns) if tells else None,
+            "ns_without_growth_medians": percentiles(medians(self._rounds), self._clock.tick_ns) if tells else None,
             "growths": len(self._growths or {}) if tells else None,
             "largest_growth": max((self._growths or {}).values(), default=0) if tells else None,
             "clock_ns": round(self._clock.cost_ns, 1),
@@ -152,6 +156,14 @@ class Replayed:
         if self._apart:
             found["replays_that_grew_otherwise"] = self._apart
         return found
+
+
+def medians(rounds):
+    """The median of each call over its replays: what the call takes, without what else the machine did in one of them. Replays in
+    which other calls failed cannot be laid over each other: nothing then."""
+    if not rounds or any(len(steady) != len(rounds[0]) for steady in rounds):
+        return []
+    return [sorted(times)[len(times) // 2] for times in zip(*rounds)]
 
 
 def percentiles(ticks, tick_ns):
