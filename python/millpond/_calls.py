@@ -77,7 +77,8 @@ class Calls:
         `timeout` seconds: `Timeout`, and the other side is told to stop (`millpond.cancelled()` there).
 
         `on_timeout="kill"`: if the call has not ended `grace` seconds after it was told, the owner kills the process at the other
-        end, and the call raises `PeerDied`, which says so. Only a parent can do that to its workers."""
+        end, and the call raises `PeerDied`, which says so. Only a parent can do that to its workers. `timeout`, `on_timeout` and
+        `grace` are the call's own: they are not passed on."""
         self._check_policy(on_timeout, timeout, grace)
         return self._call(name, args, kwargs, timeout, grace if on_timeout == "kill" else None)
 

@@ -339,8 +339,11 @@ def killed_with_a_forked_child():
 @worker
 def never_ready_then(conn):
     import ctypes
+    import resource
 
     import torch
+
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
     t = torch.zeros(64 * MIB, dtype=torch.uint8, device="cuda")
     t.fill_(1)
