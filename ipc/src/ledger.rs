@@ -47,8 +47,10 @@ pub struct DeviceLedger {
     pub refusals: u64,
     /// Clients buried so far.
     pub deaths: u64,
-    /// Of them: killed by policy.
-    pub kills: u64,
+    /// Of them: killed by policy, since they were stopped.
+    pub kills_stopped: u64,
+    /// Of them: killed by policy, since a call of theirs did not end.
+    pub kills_call: u64,
     /// What the arena cannot see, where somebody looked: [`Ledger::look_outside`].
     #[serde(skip_serializing_if = "Option::is_none")]
     pub outside: Option<Usage>,
@@ -159,6 +161,12 @@ impl DeviceLedger {
         self.id.starts_with("HOST-")
     }
 
+    /// Clients killed by policy so far.
+    #[must_use]
+    pub const fn kills(&self) -> u64 {
+        self.kills_stopped.saturating_add(self.kills_call)
+    }
+
     /// What the arena may still take of it.
     #[must_use]
     pub fn free_under_limit(&self) -> u64 {
@@ -184,7 +192,8 @@ impl DeviceLedger {
             growths: row.growths,
             refusals: row.refusals,
             deaths: row.deaths,
-            kills: row.kills,
+            kills_stopped: row.kills_stopped,
+            kills_call: row.kills_call,
             outside: None,
             outside_unknown: None,
             clients: clients.collect(),
@@ -297,7 +306,7 @@ impl fmt::Display for DeviceLedger {
         writeln!(f, "{}  {}", self.id, self.name)?;
         write!(f, "  {} of {} reserved (peak {}, device {})", size(self.reserved), size(self.limit), size(self.peak), size(self.total))?;
         writeln!(f, ", {} retired, {} orphaned", size(self.retired), size(self.orphaned))?;
-        let killed = if self.kills > 0 { format!(" ({} killed by policy)", self.kills) } else { String::new() };
+        let killed = if self.kills() > 0 { format!(" ({} killed by policy)", self.kills()) } else { String::new() };
         writeln!(f, "  {} growths, {} refusals, {} deaths{killed}", self.growths, self.refusals, self.deaths)?;
         if let Some(usage) = &self.outside {
             write!(f, "  outside the arena: {} used, {} free", size(usage.outside), size(usage.free))?;

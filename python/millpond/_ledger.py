@@ -78,8 +78,14 @@ class Device(Record):
     growths: int
     refusals: int
     deaths: int
-    kills: int  # of the deaths: by policy
+    kills_stopped: int  # of the deaths: by policy, since they were stopped
+    kills_call: int  # by policy, since a call of theirs did not end
     clients: "list[Client]"
+
+    @property
+    def kills(self):
+        """How many were killed by policy."""
+        return self.get("kills_stopped", 0) + self.get("kills_call", 0)
 
     @property
     def free(self):

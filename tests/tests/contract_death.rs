@@ -293,7 +293,7 @@ fn a_worker_that_is_killed_by_policy_leaves_its_reason() {
     assert!(is_all(addr, MIB, 3));
     let (row, device) = (arena.row("a").unwrap(), arena.ledger().devices[0].clone());
     assert!(row.killed.unwrap().starts_with("killed by policy: stopped for 0."));
-    assert_eq!((device.deaths, device.kills), (1, 1));
+    assert_eq!((device.deaths, device.kills_stopped, device.kills()), (1, 1, 1));
     parent.release(ready).unwrap();
     parent.release(late).unwrap();
     arena.settles_at(0);

@@ -43,15 +43,6 @@ impl Cause {
             _ => None,
         }
     }
-
-    /// Its name in figures.
-    #[must_use]
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::Stopped { .. } => "stopped",
-            Self::Call { .. } => "call",
-        }
-    }
 }
 
 /// What follows "the process was".

@@ -152,8 +152,10 @@ named_row! {
         refusals,
         /// Clients buried so far.
         deaths,
-        /// Of them: killed by policy.
-        kills,
+        /// Of them: killed by policy, since they were stopped.
+        kills_stopped,
+        /// Of them: killed by policy, since a call of theirs did not end.
+        kills_call,
     }
 }
 

@@ -70,7 +70,7 @@ impl Owner {
         tracing::info!(client = slot, name = peer.name, pid = peer.pid, "client gone");
         self.end_holds(slot);
         self.disinherit(slot);
-        self.estate.count_death(slot, cause.is_some());
+        self.estate.count_death(slot, cause);
         self.estate.drop_importer_everywhere(slot);
         for epoch in self.estate.chunks_of(slot) {
             if self.estate.holding(epoch).is_some_and(|holding| holding.fate == Fate::Held) {

@@ -53,7 +53,7 @@ fn one_that_stays_stopped_is_killed_and_its_death_says_why() {
     let row = parent.control.client(slot).unwrap().read().unwrap();
     assert_eq!((row.serial, Cause::from_word(row.cause)), (peer.serial, Some(Cause::Stopped { ms })));
     let ledger = parent.ledger();
-    assert_eq!((ledger.deaths, ledger.kills, ledger.reserved), (1, 1, UNIT));
+    assert_eq!((ledger.deaths, ledger.kills_stopped, ledger.kills_call, ledger.reserved), (1, 1, 0, UNIT));
     assert_ne!(parent.state_of(other_slot), "gone");
 }
 
@@ -103,6 +103,7 @@ fn a_call_that_does_not_obey_is_ended_by_the_parents_word() {
     assert_eq!(ended_by(&mut puppet), Some(Signal::KILL.as_raw()));
     let (_, Ask::Died { cause, .. }) = parent.next_ask() else { panic!() };
     assert_eq!(cause, Some(Cause::Call { ms: 1_500 }));
+    until("it is counted", || parent.ledger().kills_call == 1);
     let (Answer::Refused { reason, .. }, _) = parent.call(kill) else { panic!("it is gone") };
     assert_eq!(reason, Reason::PeerDied);
 }
