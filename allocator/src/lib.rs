@@ -9,6 +9,7 @@
 #![deny(unsafe_code)]
 
 pub mod driver;
+mod futex;
 pub mod heap;
 pub mod pins;
 pub mod record;

@@ -7,10 +7,12 @@ use std::collections::HashMap;
 use std::fmt::Debug;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::Arc;
+use std::time::Duration;
 
 use parking_lot::Mutex;
 
 use crate::driver::{Addr, CuResult, Driver, DriverError, Stream, StreamId};
+use crate::futex;
 
 /// What a dead client's word holds. Values stay below it for ever (2⁶² signals), and waits compare cyclically, so it
 /// releases them all.
@@ -68,6 +70,17 @@ impl Word {
             self.last_true.store(now, Ordering::Release);
             self.value.store(POISON, Ordering::Release);
         }
+    }
+
+    /// Wakes who sleeps on it ([`Word::nap`], or a stream of the host's), in any process: a plain store does not.
+    pub fn wake(&self) {
+        futex::wake(std::ptr::from_ref(&self.value) as u64);
+    }
+
+    /// Sleeps for a moment, no longer than this, while the value is the one that was seen. A GPU's write does not end it; a host
+    /// stream's does, and so does [`Word::wake`].
+    pub fn nap(&self, seen: u64, at_most: Duration) {
+        futex::nap(std::ptr::from_ref(&self.value) as u64, seen, at_most);
     }
 
     /// Takes the poison away when the slot gets a new client; values go on from the last true one.
@@ -196,7 +209,8 @@ impl Timelines {
         if shared && word.value() < last {
             self.driver.wait_value(stream, self.address(timeline), last)?;
         }
-        let value = last + 1;
+        // The word may hold anything: others can write it.
+        let value = last.wrapping_add(1);
         self.driver.write_value(stream, self.address(timeline), value)?;
         inner.assigned.insert(timeline, value);
         if !shared {

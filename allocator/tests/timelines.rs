@@ -9,7 +9,7 @@ use std::sync::Arc;
 use heap_lab::Words;
 use millpond_allocator::driver::host::{HostConfig, HostPlatform};
 use millpond_allocator::driver::Driver;
-use millpond_allocator::timeline::{Reached, Slots, Timelines};
+use millpond_allocator::timeline::{Reached, Signal, Slots, TimelineError, Timelines};
 
 #[test]
 fn devices_of_one_process_share_the_words() {
@@ -33,6 +33,32 @@ fn devices_of_one_process_share_the_words() {
     drop(stall);
     drivers[1].stream_synchronize(streams[1]).unwrap();
     assert_eq!(timelines[1].reached(signals[0]).unwrap(), Reached::Yes);
+}
+
+/// A replay would signal old values, and wait for what has long been.
+#[test]
+fn a_capture_takes_no_signal_and_no_wait_and_is_none_the_worse() {
+    let platform = HostPlatform::new(HostConfig::default());
+    let driver = platform.driver(0).unwrap();
+    driver.attach_context().unwrap();
+    let timelines = Timelines::new(driver.clone(), Arc::new(Words::default()), Arc::new(Slots::new(0, 8))).unwrap();
+    let (captured, other) = (driver.stream_create().unwrap(), driver.stream_create().unwrap());
+    let before = timelines.signal(captured).unwrap();
+    driver.stream_synchronize(captured).unwrap();
+    let stall = driver.stall(other);
+    let late = timelines.signal(other).unwrap();
+    driver.begin_capture(captured).unwrap();
+    assert_eq!(timelines.signal(captured), Err(TimelineError::Capturing));
+    assert_eq!(timelines.wait(captured, late), Err(TimelineError::Capturing));
+    assert_eq!(timelines.wait(captured, before), Ok(false), "what is reached needs no wait");
+    assert_eq!(driver.end_capture(captured).unwrap().len(), 0, "nothing of ours is in it");
+    // No value was taken, none is left out.
+    let after = timelines.signal(captured).unwrap();
+    assert_eq!(after, Signal { timeline: before.timeline, value: before.value + 1 });
+    assert_eq!(timelines.wait(captured, late), Ok(true));
+    drop(stall);
+    driver.stream_synchronize(captured).unwrap();
+    assert_eq!(timelines.reached(late), Ok(Reached::Yes));
 }
 
 /// A driver never learns that registered memory was unmapped. What is mapped there next would be taken for it.

@@ -6,7 +6,7 @@ use std::sync::atomic::Ordering;
 use millpond_allocator::driver::DeviceId;
 use serde::Serialize;
 
-use crate::control::{ClientState, Control, DeviceRow, GrantRow, LiveRow, MAX_CLIENTS, MAX_DEVICES};
+use crate::control::{Cause, ClientState, Control, DeviceRow, GrantRow, LiveRow, MAX_CLIENTS, MAX_DEVICES};
 use crate::counts::Counts;
 use crate::lends::Lend;
 use crate::nvml::{Nvml, Usage};
@@ -47,6 +47,10 @@ pub struct DeviceLedger {
     pub refusals: u64,
     /// Clients buried so far.
     pub deaths: u64,
+    /// Of them: killed by policy, since they were stopped.
+    pub kills_stopped: u64,
+    /// Of them: killed by policy, since a call of theirs did not end.
+    pub kills_call: u64,
     /// What the arena cannot see, where somebody looked: [`Ledger::look_outside`].
     #[serde(skip_serializing_if = "Option::is_none")]
     pub outside: Option<Usage>,
@@ -74,6 +78,8 @@ pub struct ClientLedger {
     pub state: &'static str,
     /// `parent` or `worker`.
     pub role: &'static str,
+    /// Why the owner killed it, if it did.
+    pub killed: Option<String>,
     /// Bytes of its chunks.
     pub reserved: u64,
     /// The most that they ever were.
@@ -155,6 +161,12 @@ impl DeviceLedger {
         self.id.starts_with("HOST-")
     }
 
+    /// Clients killed by policy so far.
+    #[must_use]
+    pub const fn kills(&self) -> u64 {
+        self.kills_stopped.saturating_add(self.kills_call)
+    }
+
     /// What the arena may still take of it.
     #[must_use]
     pub fn free_under_limit(&self) -> u64 {
@@ -180,6 +192,8 @@ impl DeviceLedger {
             growths: row.growths,
             refusals: row.refusals,
             deaths: row.deaths,
+            kills_stopped: row.kills_stopped,
+            kills_call: row.kills_call,
             outside: None,
             outside_unknown: None,
             clients: clients.collect(),
@@ -220,6 +234,7 @@ impl ClientLedger {
             name: row.name(),
             state: state.name(),
             role: if row.role == 0 { "parent" } else { "worker" },
+            killed: Cause::from_word(row.cause).map(|cause| cause.to_string()),
             reserved: grant.reserved,
             peak_reserved: grant.peak,
             chunks: grant.chunks,
@@ -291,7 +306,8 @@ impl fmt::Display for DeviceLedger {
         writeln!(f, "{}  {}", self.id, self.name)?;
         write!(f, "  {} of {} reserved (peak {}, device {})", size(self.reserved), size(self.limit), size(self.peak), size(self.total))?;
         writeln!(f, ", {} retired, {} orphaned", size(self.retired), size(self.orphaned))?;
-        writeln!(f, "  {} growths, {} refusals, {} deaths", self.growths, self.refusals, self.deaths)?;
+        let killed = if self.kills() > 0 { format!(" ({} killed by policy)", self.kills()) } else { String::new() };
+        writeln!(f, "  {} growths, {} refusals, {} deaths{killed}", self.growths, self.refusals, self.deaths)?;
         if let Some(usage) = &self.outside {
             write!(f, "  outside the arena: {} used, {} free", size(usage.outside), size(usage.free))?;
             let used = |p: &crate::nvml::ProcessUsage| format!("pid {}: {}", p.pid, p.used.map_or_else(|| "?".to_owned(), size));

@@ -138,6 +138,14 @@ impl Page {
         })
     }
 
+    fn kills(&self, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result {
+        let rows = self.0.devices.iter().flat_map(|device| {
+            let of = |(cause, n): (&str, u64)| ([of_device(device), vec![("cause", cause.to_owned())]].concat(), n as f64);
+            [("stopped", device.kills_stopped), ("call", device.kills_call)].map(of)
+        });
+        family(encoder, ("kills", "Clients buried that were killed by policy, by what for", None, MetricType::Counter), rows)
+    }
+
     fn clients(&self, encoder: &mut DescriptorEncoder<'_>, table: &[Row<ClientLedger>], kind: MetricType) -> fmt::Result {
         table.iter().try_for_each(|(name, help, bytes, figure)| {
             let rows = self.each_client().map(|(labels, client)| (labels, figure(client) as f64));
@@ -192,6 +200,7 @@ impl Collector for Page {
         info.encode(encoder.encode_descriptor("arena", "The arena", None, MetricType::Info)?)?;
         self.devices(encoder, DEVICE_GAUGES, MetricType::Gauge)?;
         self.devices(encoder, DEVICE_COUNTERS, MetricType::Counter)?;
+        self.kills(encoder)?;
         self.clients(encoder, CLIENT_GAUGES, MetricType::Gauge)?;
         let beats = self.each_client().map(|(labels, client)| (labels, client.beat_age_ms as f64 / 1e3));
         family(encoder, ("client_beat_age", "How old its last beat is", Some(&Unit::Seconds), MetricType::Gauge), beats)?;
@@ -210,7 +219,14 @@ mod tests {
 
     fn page() -> String {
         let control = Control::create([1, 2], 3).unwrap();
-        control.device(0).unwrap().write(&DeviceRow { id_low: 9, total: 8 << 30, reserved: 5, growths: 4, ..DeviceRow::default() });
+        control.device(0).unwrap().write(&DeviceRow {
+            id_low: 9,
+            total: 8 << 30,
+            reserved: 5,
+            growths: 4,
+            kills_stopped: 2,
+            ..DeviceRow::default()
+        });
         let mut row = ClientRow { serial: 1, state: ClientState::Alive as u64, pid: 77, ..ClientRow::default() };
         row.name[..4].copy_from_slice(b"a\"\\b");
         control.client(3).unwrap().write(&row);
@@ -245,6 +261,10 @@ mod tests {
             assert!(page.lines().any(|line| line.starts_with("millpond_client_") && line.ends_with(end)), "{end} in {page}");
         }
         assert!(page.contains("\nmillpond_client_copied_bytes_total{") && page.contains("\nmillpond_client_falls_total{"), "{page}");
+        assert!(
+            page.lines().any(|line| line.starts_with("millpond_kills_total{device=") && line.ends_with("cause=\"stopped\"} 2")),
+            "{page}"
+        );
         assert!(page.contains("slot=\"3\"} 0.25\n") && page.ends_with("# EOF\n"), "{page}");
     }
 

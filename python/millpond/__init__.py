@@ -15,7 +15,7 @@ conn = millpond.connection(); job = conn.recv()
 from . import _native, _ref, _session, tiers
 from ._calls import cancelled, check_cancelled
 from ._dmabuf import DmaBuf, dmabuf
-from ._events import Event, off, on_refusal
+from ._events import Death, Event, off, on_refusal
 from ._ledger import ledger, read_ledger, scope
 from ._ref import Ref
 from ._session import attach, connect, connection, detach

@@ -16,7 +16,7 @@ import threading
 import time
 import traceback
 
-from . import errors
+from . import _native, _session, errors
 
 _here = threading.local()
 _RESULT = "$result"
@@ -72,12 +72,17 @@ class Calls:
         #: Replies that nobody waited for any more, cancels of calls that are gone.
         self.dropped = 0
 
-    def call(self, name, *args, timeout=None, **kwargs):
+    def call(self, name, *args, timeout=None, on_timeout="cancel", grace=5.0, **kwargs):
         """Calls what the other side serves under `name` and gives its result. Its exception comes as `RemoteError`. After
-        `timeout` seconds: `Timeout`, and the other side is told to stop."""
-        return self._call(name, args, kwargs, timeout)
+        `timeout` seconds: `Timeout`, and the other side is told to stop (`millpond.cancelled()` there).
 
-    def _call(self, name, args, kwargs, timeout):
+        `on_timeout="kill"`: if the call has not ended `grace` seconds after it was told, the owner kills the process at the other
+        end, and the call raises `PeerDied`, which says so. Only a parent can do that to its workers. `timeout`, `on_timeout` and
+        `grace` are the call's own: they are not passed on."""
+        self._check_policy(on_timeout, timeout, grace)
+        return self._call(name, args, kwargs, timeout, grace if on_timeout == "kill" else None)
+
+    def _call(self, name, args, kwargs, timeout, grace=None):
         running = getattr(_here, "running", None)
         parent = running.id if running is not None and running.channel is self else None
         id = next(self._ids)
@@ -85,24 +90,64 @@ class Calls:
         end = None if timeout is None else time.monotonic() + timeout
         try:
             self._transmit(["c", id, name, parent], {"args": list(args), "kwargs": kwargs}, timeout, root="call")
-            while True:
-                left = None if end is None else max(0.0, end - time.monotonic())
-                what, message = self._wait(lambda: self._for_call(pending), left)
-                if what == "call":
-                    self._run(message)
-                    continue
-                value = message.decode()
-                if message.header[0] == "e":
-                    raise _remote_error(name, value)
-                return value
+            message = self._answer(pending, end)
+            value = message.decode()
+            if message.header[0] == "e":
+                raise _remote_error(name, value)
+            return value
         except (errors.Timeout, KeyboardInterrupt) as e:
             self._quietly(["x", id])
-            if isinstance(e, errors.Timeout):
-                raise errors.Timeout(f"the call of {name!r} had no answer within {timeout} s") from None
-            raise
+            if not isinstance(e, errors.Timeout):
+                raise
+            if grace is not None:
+                self._end_or_kill(name, pending, grace)
+            raise errors.Timeout(f"the call of {name!r} had no answer within {timeout} s") from None
         finally:
             with self._state:
                 self._pending.pop(id, None)
+
+    def _answer(self, pending, end):
+        """The reply of a call, or its error; what the other side calls meanwhile is run."""
+        while True:
+            left = None if end is None else max(0.0, end - time.monotonic())
+            what, message = self._wait(lambda: self._for_call(pending), left)
+            if what == "reply":
+                return message
+            self._run(message)
+
+    def _end_or_kill(self, name, pending, grace):
+        """Returns when a call that was cancelled has ended. Where it does not in time, its process is killed: `PeerDied`."""
+        start = time.monotonic()
+        try:
+            self._answer(pending, start + grace)
+        except errors.Timeout:
+            _native.control("kill", channel=self._handle, waited_ms=int((time.monotonic() - start) * 1000))
+            try:
+                self._wait(lambda: None, 5.0)  # its end comes by the channel, and says why
+            except errors.Timeout:
+                # A forked child of its may hold the channel.
+                raise errors.PeerDied(f"{self.peer.name} (pid {self.peer.pid}) was killed by policy: {name!r} did not obey its cancel") from None
+
+    def set_policy(self, on_stopped="report", stopped_after=10.0):
+        """What the owner does with the process at the other end when it stops (SIGSTOP, a debugger): `"report"` it in the ledger,
+        or `"kill"` it once it has been stopped for `stopped_after` seconds, by its pidfd. It dies as any other does; `PeerDied`,
+        the ledger and `Arena.on_death` say why. Time in which this process is stopped too (Ctrl-Z) does not count. Only a parent
+        can say that of its workers; replaces what was said before."""
+        self._check_policy(on_stopped, None, stopped_after, "on_stopped", "report")
+        after = None if on_stopped == "report" else int(stopped_after * 1000)
+        _native.control("policy", channel=self._handle, kill_stopped_after_ms=after)
+
+    def _check_policy(self, policy, timeout, seconds, what="on_timeout", mild="cancel"):
+        if policy == mild:
+            return
+        if policy != "kill":
+            raise errors.InvalidArgument(f'{what}={policy!r}: "{mild}" or "kill"')
+        if what == "on_timeout" and timeout is None:
+            raise errors.InvalidArgument('on_timeout="kill" needs timeout=')
+        if not 0 <= seconds <= 1e9:
+            raise errors.InvalidArgument(f"{seconds} seconds are no time to wait before a process is killed")
+        if _session.info().get("role") != "parent":
+            raise errors.Refused(f'{what}="kill": only a parent says who is killed, and only of its workers')
 
     def _for_call(self, pending):
         if pending.reply is not None:
@@ -174,7 +219,7 @@ class Calls:
     def result(self, shape, dtype, device=None):
         """Inside a served function: a value that the caller allocated in its own memory, for this side to fill in place and
         return."""
-        from . import _dtypes, _ref, _session
+        from . import _dtypes, _ref
 
         running = getattr(_here, "running", None)
         if running is None or running.channel is not self:
@@ -245,7 +290,7 @@ class Calls:
                 self._running.pop(id, None)
 
     def _make_result(self, parent, shape, dtype, device, kind):
-        from . import _ref, _session
+        from . import _ref
 
         ordinal = _session.device_ordinal(device)
         value = _ref.empty(shape, dtype, ordinal, "r")

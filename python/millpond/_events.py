@@ -1,4 +1,4 @@
-"""Callbacks on pressure and refusal: a growth that does not fit, told of by a thread of ours.
+"""Callbacks on pressure, refusal and death: a growth that does not fit, a client that is gone, told of by a thread of ours.
 
 The native library puts each event into a short queue; the thread takes it out and calls. Neither malloc nor the owner waits for
 it, so a callback may take its time, allocate, send; what comes meanwhile is kept, 64 events at most (`missed` says how many were not)."""
@@ -14,7 +14,7 @@ log = logging.getLogger("millpond")
 _WAIT_MS = 60_000
 
 _lock = threading.Lock()
-_functions = {"pressure": [], "refusal": []}
+_functions = {"pressure": [], "refusal": [], "death": []}
 _thread = None
 
 
@@ -38,6 +38,21 @@ class Event(Record):
 
         what = "asks for" if self.kind == "pressure" else "was refused"
         return f"{self.name} (pid {self.pid}) {what} {size(self.asked)}; {size(self.free)} of {size(self.limit)} free on {self.device}"
+
+
+class Death(Record):
+    """A client that is gone."""
+
+    __slots__ = ()
+    name: str
+    pid: int
+    client: int  # its slot
+    serial: int  # which client of that slot
+    cause: "str | None"  # why the owner killed it, if it did: "killed by policy: stopped for 12 s"
+    missed: int  # events before this one that were lost, since no callback took them in time
+
+    def __str__(self):
+        return f"{self.name} (pid {self.pid}) {'was ' + self.cause if self.cause else 'has ended'}"
 
 
 def on(kind, function):
@@ -92,9 +107,13 @@ def _deliver():
 def deliver(found):
     """Calls everybody who waits for such an event."""
     by = found.pop("by")
-    event = Event(found, name=by["name"], pid=by["pid"], client=by["client"])
+    kind, who = found["kind"], {"name": by["name"], "pid": by["pid"], "client": by["client"]}
+    if kind == "death":
+        event = Death(who, serial=by["serial"], cause=found.get("cause"), missed=found["missed"])
+    else:
+        event = Event(found, **who)
     with _lock:
-        functions = list(_functions.get(event.kind, ()))
+        functions = list(_functions.get(kind, ()))
     for function in functions:
         try:
             function(event)

@@ -39,6 +39,7 @@ class Client(Record):
     leased_out: int  # of its blocks, what others hold
     leased_in: int  # of others' blocks, what it holds
     out_of_memory: int
+    killed: "str | None"  # why the owner killed it, if it did: seen while something of it is left
     beat_age_ms: int
     # So far, since it attached:
     growths: int  # granted
@@ -77,7 +78,14 @@ class Device(Record):
     growths: int
     refusals: int
     deaths: int
+    kills_stopped: int  # of the deaths: by policy, since they were stopped
+    kills_call: int  # by policy, since a call of theirs did not end
     clients: "list[Client]"
+
+    @property
+    def kills(self):
+        """How many were killed by policy."""
+        return self.get("kills_stopped", 0) + self.get("kills_call", 0)
 
     @property
     def free(self):

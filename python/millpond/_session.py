@@ -40,7 +40,7 @@ def attach(socket=None, key=None, name=None, role="worker", driver="auto", limit
             python=platform.python_version(),
             torch=getattr(sys.modules.get("torch"), "__version__", None),
         )
-        answer.update(socket=socket, key=key, pid=os.getpid())
+        answer.update(socket=socket, key=key, pid=os.getpid(), role=role)
         _info = answer
         _trace.from_environment()
         _streams.configure(sum(1 for d in answer.get("devices", ()) if d["ordinal"] != -1))

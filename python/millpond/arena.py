@@ -119,12 +119,17 @@ class Arena:
         env.update((key, str(value)) for key, value in extra.items())
         return env
 
-    def accept(self, timeout=None):
+    def accept(self, timeout=None, on_stopped="report", stopped_after=10.0):
         """The channel of the next worker that connects, proved by the canary (`millpond.canary`): `Refused`, with the
-        worker's name, where its memory does not carry bytes as they are."""
+        worker's name, where its memory does not carry bytes as they are. `on_stopped="kill"`: a worker that has been stopped for
+        `stopped_after` seconds is killed (`Channel.set_policy`); else it is reported."""
         self._check()
+        if on_stopped not in ("report", "kill"):
+            raise errors.InvalidArgument(f'on_stopped={on_stopped!r}: "report" or "kill"')
         answer = _native.in_slices(lambda ms: _native.control("accept", timeout_ms=ms), timeout)
         channel = Channel(answer["channel"], answer.get("peer", {}))
+        if on_stopped == "kill":
+            channel.set_policy(on_stopped, stopped_after)
         canary.greet(channel, "parent", timeout)
         return channel
 
@@ -174,6 +179,12 @@ class Arena:
         """The same for every growth that was refused: the process that asked runs out of memory, unless what it does next helps."""
         self._check()
         return _events.on("refusal", function)
+
+    def on_death(self, function):
+        """Calls `function(death)` when a worker is gone: its process and its socket have ended, and what it held is taken back.
+        `death` says who (`name`, `pid`, `client`) and, where the owner killed it by policy, `cause`. Also a decorator."""
+        self._check()
+        return _events.on("death", function)
 
     def trim(self, device=None):
         """Gives memory that nobody uses back to the device: bytes given."""

@@ -98,6 +98,21 @@ class Worker:
     def die(self):
         os.kill(os.getpid(), signal.SIGKILL)
 
+    def spin(self, seconds):
+        """Does not look whether it was cancelled."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            time.sleep(0.01)
+
+    def obey(self, seconds):
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            millpond.check_cancelled()
+            time.sleep(0.01)
+
+    def call_back(self):
+        return self.conn.call("echo", 1, timeout=1, on_timeout="kill")
+
     def counters(self):
         return millpond.counters()
 

@@ -1,5 +1,6 @@
 """Processes that are killed, and what the others get."""
 import os
+import select
 import signal
 import threading
 import time
@@ -72,6 +73,68 @@ def waiting_stream_is_released():
     e = raises((p.millpond.PeerDied, p.millpond.Closed), lambda: conn.recv(timeout=10))
     p.close()
     return {"ms_from_kill_to_release": round(took * 1e3, 2), "then": type(e).__name__}
+
+
+def seen_after(died, conn, stream, ref):
+    """Kills a worker; `died` is what says so: the µs from the moment at which its process is gone (its pidfd is readable) until the stream goes on (and
+    from when its socket has ended too), until PeerDied can be had, and until the socket has ended; and what its end took."""
+    pidfd = os.pidfd_open(conn.process.pid)
+    poll, ends = select.poll(), select.poll()
+    poll.register(pidfd, select.POLLIN)
+    ends.register(conn.fileno(), 0)  # says only that nobody holds the other end any more
+    start = time.monotonic_ns()
+    conn.process.kill()
+    gone = closed = released = told = None
+    while None in (gone, closed, released, told):
+        if gone is None and poll.poll(0):
+            gone = time.monotonic_ns()
+        if closed is None and ends.poll(0):
+            closed = time.monotonic_ns()
+        if released is None and stream.query():
+            released = time.monotonic_ns()
+        if told is None:
+            try:
+                check(not ref.ready(), "what the dead one never made counts as ready")
+            except died:
+                told = time.monotonic_ns()
+        check(time.monotonic_ns() - start < 10e9, f"10 s after the kill: gone {gone}, released {released}, PeerDied {told}")
+    os.close(pidfd)
+    conn.process.wait()
+    both = max(gone, closed)
+    us = lambda at, since: max(0, at - since) / 1e3  # noqa: E731
+    return us(released, gone), us(released, both), us(told, gone), us(closed, gone), us(gone, start)
+
+
+@test(alone=True, timeout=120)
+def released_after_gone():
+    """SIGKILL of producers in mid-kernel, each with a stream here that waits for it: how long after its process is gone the stream
+    goes on, and PeerDied can be had. One loop looks at all three, every few microseconds."""
+    p = Parent()
+    torch = p.torch
+    torch.zeros(64 * MIB, dtype=torch.uint8, device="cuda").sum(dtype=torch.int64)
+    torch.cuda.synchronize()
+    conns = p.workers(never_ready, 6)
+    for conn in conns:
+        conn.recv(timeout=60)
+    waiting = []
+    for conn in conns:
+        ref = conn.recv(timeout=30, lazy=True)
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            total = ref.value().sum(dtype=torch.int64)
+        waiting.append((conn, stream, ref, total))
+    # In the order in which they were queued: streams that share a hardware queue hold up only later ones.
+    found = []
+    for conn, stream, ref, _ in waiting:
+        check(not stream.query(), "nothing was waited for")
+        found.append(seen_after(p.millpond.PeerDied, conn, stream, ref))
+    columns = [sorted(column) for column in zip(*found)]
+    figure = lambda column: {"p50": round(column[len(column) // 2], 1), "max": round(column[-1], 1), "n": len(column)}  # noqa: E731
+    del waiting, ref, total
+    torch.cuda.synchronize()
+    p.close()
+    names = "released_after_gone released_after_both peer_died_after_gone socket_end_after_gone gone_after_kill".split()
+    return {f"{name}_us": figure(column) for name, column in zip(names, columns)}
 
 
 @worker
@@ -271,6 +334,129 @@ def killed_with_a_forked_child():
     took = time.perf_counter() - start
     p.close()
     return {"ms_after_the_child": round(took * 1e3, 2)}
+
+
+@worker
+def never_ready_then(conn):
+    import ctypes
+    import resource
+
+    import torch
+
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+    t = torch.zeros(64 * MIB, dtype=torch.uint8, device="cuda")
+    t.fill_(1)
+    torch.cuda._sleep(1000)
+    conn.send(torch.zeros(4, device="cuda"))
+    torch.cuda.synchronize()
+    for _ in range(40):
+        torch.cuda._sleep(LONG)
+    t.fill_(9)
+    conn.send(t)
+    if conn.recv(timeout=60) == "exit":
+        os._exit(3)
+    signal.signal(signal.SIGSEGV, signal.SIG_DFL)
+    ctypes.string_at(8)
+
+
+@test(timeout=120)
+def however_it_ends():
+    """_exit, a crash, SIGSTOP and then SIGKILL, each with GPU work queued and running: streams that wait go on, what never got ready
+    says so, the memory comes back, and nothing here is disturbed."""
+    p = Parent()
+    torch = p.torch
+    torch.zeros(64 * MIB, dtype=torch.uint8, device="cuda").sum(dtype=torch.int64)
+    torch.cuda.synchronize()
+    ways = ("exit", "segv", "stop")
+    conns = p.workers(never_ready_then, len(ways))
+    for conn in conns:
+        conn.recv(timeout=60)
+    waiting = []
+    for conn in conns:
+        ref, stream = conn.recv(timeout=30, lazy=True), torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            ref.value().sum(dtype=torch.int64)
+        waiting.append((conn, ref, stream))
+    figures = {}
+    for way, (conn, ref, stream) in zip(ways, waiting):
+        check(not stream.query(), "nothing was waited for")
+        start = time.perf_counter()
+        if way == "stop":
+            conn.process.send_signal(signal.SIGSTOP)
+            time.sleep(0.2)
+            check(not stream.query() and not ref.ready(), "a stopped process is not a dead one")
+            conn.process.kill()
+        else:
+            conn.send(way)
+        raises(p.millpond.PeerDied, lambda ref=ref: ref.wait(timeout=30))
+        until(stream.query, 10, "the stream never went on")
+        figures[f"{way}_ms"] = round((time.perf_counter() - start) * 1e3, 2)
+        code = conn.process.wait()
+        equal(code, {"exit": 3, "segv": -signal.SIGSEGV, "stop": -signal.SIGKILL}[way], way)
+        ref.release()
+        pid = conn.process.pid
+        until(lambda: p.of(pid, "reserved") == 0, 10, lambda: f"never given back: {p.arena.ledger()}")
+        equal(float(torch.ones(10, device="cuda").sum()), 10.0)
+    p.close()
+    return figures
+
+
+@worker
+def broken_context(conn):
+    import torch
+
+    t = torch.zeros(64 * MIB, dtype=torch.uint8, device="cuda")
+    short = torch.zeros(8, device="cuda")
+    at = torch.zeros(1, dtype=torch.int64, device="cuda")
+    torch.cuda._sleep(1000)
+    short[at].sum()
+    conn.send(torch.zeros(4, device="cuda"))
+    torch.cuda.synchronize()
+    for _ in range(3):
+        torch.cuda._sleep(LONG)
+    short[at + (1 << 30)]  # an assertion on the device: from then on every call of this context fails
+    t.fill_(9)
+    conn.send(t)
+    try:
+        torch.cuda.synchronize()
+        conn.send("the context is well")
+    except RuntimeError as e:
+        conn.send(f"{type(e).__name__}: {e}"[:200])
+    conn.recv(timeout=60)
+
+
+@test()
+def dead_context_in_a_live_process():
+    """A worker's context dies behind what it sent, its process lives: what never got ready says so, streams go on, the ledger says
+    faulted; its memory is in quarantine until it ends; words still pass."""
+    p = Parent(limit="8GiB")
+    torch = p.torch
+    torch.zeros(64 * MIB, dtype=torch.uint8, device="cuda").sum(dtype=torch.int64)
+    torch.cuda.synchronize()
+    conn = p.worker(broken_context)
+    pid = conn.process.pid
+    conn.recv(timeout=60)
+    ref = conn.recv(timeout=60, lazy=True)
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        total = ref.value().sum(dtype=torch.int64)
+    check(not stream.query(), "nothing was waited for")
+    e = raises(p.millpond.PeerDied, lambda: ref.wait(timeout=30))
+    until(stream.query, 10, "the stream never went on")
+    row = lambda: next(c for d in p.arena.ledger()["devices"] for c in d["clients"] if c["pid"] == pid and d["id"].startswith("GPU"))  # noqa: E731
+    until(lambda: row()["state"] == "faulted", 10, lambda: f"the ledger says {row()['state']}")
+    says = conn.recv(timeout=30)
+    check(says != "the context is well" and conn.process.poll() is None, says)
+    check(row()["reserved"] >= 64 * MIB, "its memory was taken back while it lives")
+    del total
+    ref.release()
+    equal(float(torch.ones(10, device="cuda").sum()), 10.0, "here all is well")
+    conn.process.kill()
+    conn.process.wait()
+    until(lambda: p.of(pid, "reserved") == 0, 10, lambda: f"never given back: {p.arena.ledger()}")
+    p.close()
+    return {"PeerDied": str(e)[:150], "worker_says": says}
 
 
 @test()

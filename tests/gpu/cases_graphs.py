@@ -2,7 +2,7 @@
 import shutil
 import threading
 
-from harness import Parent, Skip, check, equal, raises, test, worker
+from harness import Parent, Skip, check, equal, raises, test, until, worker
 
 MIB, GIB = 1 << 20, 1 << 30
 
@@ -33,6 +33,55 @@ def graph_capture_and_replay():
     graph.reset()
     del graph, b, c
     torch.cuda.synchronize()
+
+
+@worker
+def two_values(conn):
+    import torch
+
+    torch.ones(8, device="cuda")
+    for byte in (1, 2):
+        t = torch.full((MIB,), byte, dtype=torch.uint8, device="cuda")
+        torch.cuda.synchronize()
+        conn.send(t)
+        del t
+    while True:
+        conn.send(float(conn.recv(timeout=60).sum()))
+
+
+@test()
+def nothing_crosses_during_a_capture():
+    """Sending what a stream makes while it is captured, and opening what came, are refused by name; what is let go of goes back
+    afterwards; the capture is none the worse."""
+    p = Parent(limit="8GiB")
+    torch = p.torch
+    conn = p.worker(two_values)
+    pid = conn.process.pid
+    first, second = conn.recv(timeout=60), conn.recv(timeout=60, lazy=True)
+    equal(int(first.sum(dtype=torch.int64)), MIB)
+    t = torch.full((1000,), 3.0, device="cuda")
+    conn.send(t)
+    equal(conn.recv(timeout=60), 3000.0)
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        made = t * 2
+        sends = raises(p.millpond.Unsupported, lambda: conn.send(made))
+        opens = raises(p.millpond.Unsupported, second.value)
+        del first
+        made += 1
+    graph.replay()
+    torch.cuda.synchronize()
+    equal(float(made[999]), 7.0, "the replay")
+    conn.send(made)
+    equal(conn.recv(timeout=60), 7000.0, "and afterwards it goes")
+    equal(int(second.value().sum(dtype=torch.int64)), 2 * MIB, "and the other is opened")
+    second.release()
+    torch.cuda.synchronize()
+    until(lambda: p.of(pid, "leased_out") == 0, 10, lambda: f"still lent: {p.arena.ledger()}")
+    del graph, made
+    p.close()
+    return {"send_says": str(sends)[:150], "open_says": str(opens)[:150]}
 
 
 @test()

@@ -104,6 +104,22 @@ class Parent:
         conn.process = process
         return conn
 
+    def workers(self, function, n):
+        """Starts n workers at once: their channels, in the order in which they came."""
+        command = [sys.executable, SUITE, "--worker", function.__name__]
+        environment = self.arena.worker_env(function.__name__, MILLPOND_TEST_DRIVER=DRIVER)
+        started = {}
+        for _ in range(n):
+            process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL)
+            self.processes.append(process)
+            started[process.pid] = process
+        conns = []
+        for _ in range(n):
+            conn = self.arena.accept(timeout=60)
+            conn.process = started[conn.peer.pid]
+            conns.append(conn)
+        return conns
+
     def mine(self, key):
         """A figure of this process's row in the ledger, summed over the devices."""
         return self.of(os.getpid(), key)

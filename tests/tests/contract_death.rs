@@ -3,7 +3,11 @@
 
 mod common;
 
-use common::{eventually, link, send_late, Arena, Worker, MIB};
+use std::time::Duration;
+
+use common::{eventually, is_all, link, plainly, send_late, tree, Arena, Worker, BOUND, MIB};
+use millpond_ipc::client::{Client, Error, Options, Place};
+use millpond_ipc::wire::Role;
 
 #[test]
 fn role() {
@@ -82,7 +86,7 @@ fn bring(arena: &Arena, step: Step) -> Pair {
     }
     if step == Step::Export {
         // It blocks in the send: no answer.
-        assert_eq!(a.answers_within(std::time::Duration::from_millis(100)), None);
+        assert_eq!(a.answers_within(Duration::from_millis(100)), None);
     }
     Pair { a, b, ab, ba }
 }
@@ -200,6 +204,100 @@ fn ended_without_a_word_at_every_step() {
 #[test]
 fn crashed_at_every_step() {
     every_step("segv");
+}
+
+/// A stream that waits goes on after the process is gone and not before, and so does a thread; neither waits for anything else.
+/// `owner`: whether there is one. How soon is measured by `millpond-micro --part death`.
+fn who_waits_is_released_by_the_end_of_the_process(arena: &mut Arena, owner: bool) {
+    let (mut a, b) = (arena.worker("a"), arena.client("b"));
+    a.ask("connect b");
+    let to_a = b.connect("a", BOUND).unwrap();
+    assert_eq!(a.answer(), "ok 0");
+    a.ok(&format!("alloc {MIB} 1"));
+    a.ok("stall 1");
+    a.ok("fill 0 1 1");
+    a.ok("send 0 0 1");
+    let import = b.receive(&to_a, &plainly(true)).unwrap().tensors[0].import;
+    let driver = b.driver(Place::Host).unwrap();
+    let stream = driver.stream_create().unwrap();
+    b.open_import(import, Some(stream), false, None).unwrap();
+    assert!(!driver.stream_query(stream).unwrap());
+    if !owner {
+        arena.owner.signal(libc::SIGKILL);
+        arena.owner.wait();
+        eventually("the owner's death is seen", || !b.owner_alive());
+    }
+    let pid = rustix::process::Pid::from_raw(a.said.pid()).unwrap();
+    let pidfd = rustix::process::pidfd_open(pid, rustix::process::PidfdFlags::empty()).unwrap();
+    let is_gone = || {
+        let now = rustix::event::Timespec { tv_sec: 0, tv_nsec: 0 };
+        rustix::event::poll(&mut [rustix::event::PollFd::new(&pidfd, rustix::event::PollFlags::IN)], Some(&now)).unwrap() == 1
+    };
+    std::thread::scope(|scope| {
+        let thread = scope.spawn(|| {
+            let error = b.import_ready(import, Some(BOUND)).unwrap_err();
+            assert!(is_gone(), "a thread was told before the process was gone: {error}");
+            error
+        });
+        a.said.signal(libc::SIGKILL);
+        while !driver.stream_query(stream).unwrap() {
+            std::thread::yield_now();
+        }
+        assert!(is_gone(), "the stream went on before the process was gone");
+        assert_eq!(thread.join().unwrap().code(), "PeerDied");
+    });
+    b.release(import).unwrap();
+    driver.stream_destroy(stream).unwrap();
+    b.detach();
+}
+
+#[test]
+fn who_waits_is_released_when_the_process_is_gone_and_not_before() {
+    let mut arena = Arena::new();
+    for _ in 0..3 {
+        who_waits_is_released_by_the_end_of_the_process(&mut arena, true);
+    }
+    who_waits_is_released_by_the_end_of_the_process(&mut arena, false);
+}
+
+/// By the parent's word. What it made and was ready stays good; what was not, and the channel, say why it is gone; so does a forward.
+#[test]
+fn a_worker_that_is_killed_by_policy_leaves_its_reason() {
+    let arena = Arena::new();
+    let parent = Client::attach(&Options { role: Role::Parent, ..arena.options("parent") }).unwrap();
+    let mut a = arena.worker("a");
+    a.ask("connect parent");
+    let to_a = parent.accept(BOUND).unwrap();
+    assert_eq!(a.answer(), "ok 0");
+    a.ok(&format!("alloc {MIB}"));
+    a.ok("fill 0 3");
+    a.ok("send 0 0");
+    a.ok(&format!("alloc {MIB} 1"));
+    a.ok("stall 1");
+    a.ok("fill 1 1 1");
+    a.ok("send 0 1 1");
+    let [ready, late] = [(); 2].map(|()| parent.receive(&to_a, &plainly(true)).unwrap().tensors[0].import);
+    parent.set_policy(to_a.peer(), Some(Duration::from_millis(100))).unwrap();
+    a.said.signal(libc::SIGSTOP);
+    let says = |result: Result<(), Error>, what: &str| {
+        let error = result.unwrap_err();
+        assert_eq!(error.code(), "PeerDied", "{what}: {error}");
+        assert!(error.to_string().contains("killed by policy: stopped for 0."), "{what}: {error}");
+    };
+    says(parent.import_ready(late, Some(BOUND)), "a thread that waits");
+    eventually("it is buried", || arena.row("a").is_none_or(|row| row.state == "orphaned"));
+    says(parent.open_import(late, None, false, Some(BOUND)).map(drop), "opening what was not ready");
+    says(parent.receive(&to_a, &plainly(true)).map(drop), "receiving");
+    says(parent.send(&to_a, tree(), &[], None).map(drop), "sending");
+    let addr = parent.open_import(ready, None, false, Some(BOUND)).unwrap();
+    assert!(is_all(addr, MIB, 3));
+    let (row, device) = (arena.row("a").unwrap(), arena.ledger().devices[0].clone());
+    assert!(row.killed.unwrap().starts_with("killed by policy: stopped for 0."));
+    assert_eq!((device.deaths, device.kills_stopped, device.kills()), (1, 1, 1));
+    parent.release(ready).unwrap();
+    parent.release(late).unwrap();
+    arena.settles_at(0);
+    assert_eq!(parent.set_policy(to_a.peer(), None).unwrap_err().code(), "PeerDied");
 }
 
 #[test]

@@ -112,6 +112,16 @@ fn a_descriptor_that_is_not_what_was_lent_is_refused() {
         set("e", json!(vec![epoch; 100_000])),
         set("e", json!((0..100_000).collect::<Vec<u64>>())),
         set("e", json!({ "0": epoch })),
+        set("e", json!([[epoch, 2]])),
+        set("e", json!([[epoch, 0]])),
+        set("e", json!([[epoch, u64::MAX]])),
+        set("e", json!([[1, u64::MAX], [1, u64::MAX]])),
+        set("e", json!([[u64::MAX, 2]])),
+        set("e", json!([[0, 1_u64 << 40]])),
+        set("e", json!([[epoch]])),
+        set("e", json!([[epoch, 1, 1]])),
+        set("e", json!([[epoch, 1], epoch])),
+        set("e", json!([[[epoch, 1]]])),
         set("h", json!([0, 0])),
         set("h", json!([0, 0, 0, 0])),
         set("h", json!("0")),
@@ -136,8 +146,54 @@ fn a_descriptor_that_is_not_what_was_lent_is_refused() {
         assert_eq!(b.imported_bytes(), 0, "{what}: nothing stays held");
         eventually(&what, || a.leases() == 0);
     }
-    // And a good one still passes.
+    // And a good one still passes, also where its run is written out.
     tampered(&a, &b, addr, |_| {}).unwrap();
+    tampered(&a, &b, addr, |frame| frame["tensors"][0]["e"] = json!([[epoch, 1]])).unwrap();
+}
+
+#[test]
+fn a_large_values_chunks_are_one_short_run_and_any_other_is_refused() {
+    const CHUNK: u64 = 2 * MIB;
+    let arena = Arena::with(4 << 30, CHUNK);
+    let (a, b) = (arena.client("a"), arena.client("b"));
+    let (to_b, to_a) = channels(&a, &b);
+    let bytes = 256 * CHUNK;
+    let addr = block(&a, bytes, 3);
+    let taken = |change: &dyn Fn(&mut Value)| {
+        a.send(&to_b, tree(), &[outgoing(addr, bytes)], None).unwrap();
+        let mut frame: Value = serde_json::from_slice(&sniff(&to_a)).unwrap();
+        change(&mut frame["tensors"][0]["e"]);
+        let body = serde_json::to_vec(&frame).unwrap();
+        put(&to_b, body.len() as u32, &body);
+        let received = b.receive(&to_a, &plainly(false));
+        received.map(|message| {
+            assert!(is_all(message.tensors[0].addr, bytes, 3));
+            b.release(message.tensors[0].import).unwrap();
+            body.len()
+        })
+    };
+    let length = taken(&|epochs| assert_eq!((epochs.as_array().unwrap().len(), epochs[0][1].as_u64()), (1, Some(256)))).unwrap();
+    assert!(length < 200, "{length} bytes for 256 chunks");
+    // The same, cut otherwise.
+    let first = |epochs: &Value| epochs[0][0].as_u64().unwrap();
+    taken(&|epochs| *epochs = json!([[first(epochs), 100], first(epochs) + 100, [first(epochs) + 101, 155]])).unwrap();
+    let wrong: [&dyn Fn(u64) -> Value; 7] = [
+        &|first| json!([[first, 255]]),
+        &|first| json!([[first, 257]]),
+        &|first| json!([[first + 1, 255], first]),
+        &|first| json!([[first, 128], [first, 128]]),
+        &|first| json!([[first, 128], [first + 127, 128]]),
+        &|first| json!([[first, 1_u64 << 62]]),
+        &|first| json!((0..256).map(|n| json!([first + n, u64::from(u32::MAX)])).collect::<Vec<_>>()),
+    ];
+    for (n, wrong) in wrong.iter().enumerate() {
+        match taken(&|epochs| *epochs = wrong(first(epochs))) {
+            Err(Error::Protocol(_) | Error::Stale(_)) => {}
+            other => panic!("{n}: {other:?}"),
+        }
+        assert_eq!(b.imported_bytes(), 0, "{n}: nothing stays held");
+    }
+    taken(&|_| {}).unwrap();
 }
 
 #[test]

@@ -254,6 +254,51 @@ fn acks_of_others_change_nothing() {
     eventually("the lease ends", || a.number("leases") == 0);
 }
 
+/// Its chunks are one run on the wire; parts of it, what is passed on, and what lies over a chunk that was given back in between
+/// are named as what they are.
+#[test]
+fn a_value_over_many_chunks_goes_whole_and_in_parts() {
+    const CHUNK: u64 = 2 * MIB;
+    let arena = Arena::with(4 << 30, CHUNK);
+    let (mut a, mut b, mut c) = (arena.worker("a"), arena.worker("b"), arena.worker("c"));
+    let (ab, ba) = link(&mut a, &mut b);
+    let (bc, cb) = link(&mut b, &mut c);
+    let n = a.number(&format!("alloc {}", 64 * CHUNK));
+    a.ok(&format!("fill {n} 5"));
+    a.ok(&format!("send {ab} {n}"));
+    let whole = b.number(&format!("recv {ba}"));
+    b.ok(&format!("check {whole} 5"));
+    // Over one seam, over several, from seam to seam, the last byte: each mapped anew by another, who has not seen the rest.
+    for (at, bytes) in [(CHUNK - 1, 2), (CHUNK / 2, 5 * CHUNK), (7 * CHUNK, 9 * CHUNK), (64 * CHUNK - 1, 1), (0, 64 * CHUNK)] {
+        a.ok(&format!("sendpart {ab} {n} {at} {bytes}"));
+        let part = b.number(&format!("recv {ba}"));
+        b.ok(&format!("check {part} 5"));
+        b.ok(&format!("forward {bc} {part}"));
+        let far = c.number(&format!("recv {cb}"));
+        c.ok(&format!("check {far} 5"));
+        c.ok(&format!("release {far}"));
+        b.ok(&format!("release {part}"));
+    }
+    b.ok(&format!("release {whole}"));
+    a.ok(&format!("free {n}"));
+    eventually("the lease ends", || a.number("leases") == 0);
+    // Some of the addresses stay, the others come back under later epochs: what then lies over both is several runs.
+    a.ok("trim");
+    let small = a.number(&format!("alloc {CHUNK}"));
+    let more = a.number(&format!("alloc {}", 3 * CHUNK));
+    a.ok(&format!("free {small}"));
+    a.ok(&format!("fill {more} 6"));
+    a.ok("trim");
+    let again = a.number(&format!("alloc {}", 16 * CHUNK));
+    a.ok(&format!("fill {again} 7"));
+    for (block, byte) in [(more, 6), (again, 7)] {
+        a.ok(&format!("send {ab} {block}"));
+        let i = b.number(&format!("recv {ba}"));
+        b.ok(&format!("check {i} {byte}"));
+        b.ok(&format!("release {i}"));
+    }
+}
+
 #[test]
 fn a_read_only_lease_is_mapped_so() {
     let arena = Arena::new();

@@ -133,14 +133,16 @@ const char *millpond_version(void);
 // | accept | timeout_ms | channel, peer: {client, serial, name, pid} |
 // | connect | peer ("parent", a name, a slot), timeout_ms | the same |
 // | close, channel_fd | channel | {}; fd, for poll: it stays the library's |
+// | policy | channel, kill_stopped_after_ms (absent: only reported) | {}: what is done with the process at the other end if it stops; for a parent |
+// | kill | channel, waited_ms (since the cancel of its call) | {}: the owner kills it, by its pidfd; for a parent |
 // | ledger; read_ledger | ; socket, key | the ledger |
 // | stats, reset_peak_stats, reset_accumulated_stats, snapshot | device | torch's memory_stats, {}, {}, memory_snapshot |
 // | begin_scope; end_scope | device; device, scope | scope; the counters of `stats` since then, allocated and freed from zero |
 // | trim, get_fraction, set_fraction | device; fraction | bytes; fraction; {} |
 // | context_events | device, allowed: not where graphs are captured that the hooks do not tell of | {} |
 // | counters | | messages, tensors, copies and socket bytes so far; leases, imported_bytes, foreign_frees |
-// | listen | | {}: from here on growths that do not fit are told of: a parent, everybody's; else its own refusals |
-// | next_event | timeout_ms | event: {kind (pressure, refusal), device, by, asked, limit, reserved, free, missed}, or null |
+// | listen | | {}: from here on growths that do not fit are told of (a parent, everybody's; else its own refusals), and deaths |
+// | next_event | timeout_ms | event: {kind (pressure, refusal, death), cause (of a death, if it was killed by policy), device, by, asked, limit, reserved, free, missed}, or null |
 // | locate | address | kind (block, import, foreign), window, offset, device |
 // | copy_by_host | device, to, from, bytes, stream: one side is host memory; returns when it is there | pinned, pageable: bytes |
 // | copy_out | as copy_by_host, from a GPU: it is queued, and a message with the block may leave | number, pieces: [end, timeline, value], pinned, pageable |

@@ -6,6 +6,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::Arc;
 use std::time::Duration;
 
+use millpond_allocator::window::Epochs;
 use parking_lot::Mutex;
 use rustix::net::{shutdown, Shutdown};
 use serde::{Deserialize, Serialize};
@@ -13,8 +14,9 @@ use serde_json::value::RawValue;
 
 use super::error::Error;
 use super::lease::HoldRef;
+use super::policy::cause_of;
 use crate::control::{ClientRow, ClientState, Control, HoldState, Tier, MAX_CLIENTS};
-use crate::wire::{send_frame, FrameError, FrameReader, Peer};
+use crate::wire::{epochs, send_frame, FrameError, FrameReader, Peer};
 
 /// A tensor on the wire.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -29,8 +31,8 @@ pub(super) struct Descriptor {
     #[serde(rename = "n")]
     pub(super) bytes: u64,
     /// The epochs of the chunks that it touches, by address.
-    #[serde(rename = "e", default, skip_serializing_if = "Vec::is_empty")]
-    pub(super) epochs: Vec<u64>,
+    #[serde(rename = "e", default, skip_serializing_if = "Vec::is_empty", with = "epochs")]
+    pub(super) epochs: Vec<Epochs>,
     /// The hold: producer's slot, place in its table, generation.
     #[serde(rename = "h")]
     pub(super) hold: (u32, u32, u32),
@@ -235,8 +237,13 @@ impl Channel {
         self.wrong.store(true, Ordering::Release);
     }
 
+    /// Why there is nothing more to be had: the owner's row says why it killed the peer before it does.
     fn closed(&self) -> Error {
-        Error::Closed(format!("the channel to {} (pid {}) is closed", self.peer.name, self.peer.pid))
+        let Peer { name, pid, .. } = &self.peer;
+        match cause_of(&self.office.control, &self.peer) {
+            Some(cause) => Error::PeerDied(format!("{name} (pid {pid}) was {cause}")),
+            None => Error::Closed(format!("the channel to {name} (pid {pid}) is closed")),
+        }
     }
 
     pub(super) fn send(&self, body: &[u8], timeout: Option<Duration>) -> Result<(), Error> {
@@ -259,7 +266,7 @@ impl Channel {
         }
     }
 
-    /// The next frame. After [`Error::Closed`] or [`Error::Protocol`] there will be none.
+    /// The next frame. After [`Error::Closed`], [`Error::PeerDied`] (it was killed by policy) or [`Error::Protocol`] there will be none.
     pub(super) fn receive(&self, timeout: Option<Duration>) -> Result<Frame, Error> {
         let mut reader = match timeout {
             None => self.reader.lock(),

@@ -16,7 +16,7 @@ use millpond_allocator::driver::{
 use millpond_allocator::heap::{ChunkSource, GrowError, Heap, HeapConfig, Live, LiveSink};
 use millpond_allocator::pins::Pins;
 use millpond_allocator::timeline::{Slots, TimelineError, Timelines, Word};
-use millpond_allocator::window::{Chunk, Unmapping, Window};
+use millpond_allocator::window::{Chunk, Epochs, Unmapping, Window};
 use parking_lot::Mutex;
 
 use super::error::Error;
@@ -313,7 +313,7 @@ pub(super) struct Range<'a> {
     pub(super) offset: u64,
     pub(super) bytes: u64,
     /// Of the chunks that it touches, by address.
-    pub(super) epochs: &'a [u64],
+    pub(super) epochs: &'a [Epochs],
     pub(super) read_only: bool,
 }
 
@@ -331,14 +331,12 @@ impl Opened {
             return Err(Error::Protocol(format!("bytes {offset} to {offset}+{bytes} do not lie in a window of {}", self.window_bytes)));
         }
         if window == self.window {
-            check(&self.heap.window().chunks_in(offset, bytes), offset, bytes, epochs)?;
+            check(self.heap.window(), offset, bytes, epochs)?;
             return Ok(self.heap.window().base() + offset);
         }
-        if epochs.len() as u64 > bytes / self.granularity + 2 {
-            return Err(Error::Protocol(format!("{} epochs for {bytes} bytes", epochs.len())));
-        }
-        if epochs.iter().collect::<HashSet<_>>().len() != epochs.len() {
-            return Err(Error::Protocol("a chunk is named twice".to_owned()));
+        let named = epochs.iter().try_fold(0_u64, |sum, run| sum.checked_add(run.count())).unwrap_or(u64::MAX);
+        if named > bytes / self.granularity + 2 {
+            return Err(Error::Protocol(format!("{named} epochs for {bytes} bytes")));
         }
         let mut peers = self.peers.lock();
         let peer = match peers.get(&(window, read_only)) {
@@ -354,19 +352,30 @@ impl Opened {
         if bytes == 0 {
             return Ok(peer.base() + offset);
         }
-        let there = peer.chunks_in(offset, bytes);
-        if check(&there, offset, bytes, epochs).is_ok() || fault::is(Fault::StaleMap) && !there.is_empty() {
+        // Nearly always: at one price, however large the range.
+        if peer.holds(offset, bytes, epochs) {
             return Ok(peer.base() + offset);
+        }
+        let there = peer.chunks_in(offset, bytes);
+        if fault::is(Fault::StaleMap) && !there.is_empty() {
+            return Ok(peer.base() + offset);
+        }
+        // No more than the range has room for, as was seen above.
+        let wanted: Vec<u64> = epochs.iter().flat_map(|run| run.each()).collect();
+        let once: HashSet<u64> = wanted.iter().copied().collect();
+        if once.len() != wanted.len() {
+            return Err(Error::Protocol("a chunk is named twice".to_owned()));
         }
         // What is mapped under another epoch is gone at its producer, and nothing of it is held here: it would not be gone. If
         // something is, then the message is wrong.
-        let stale: Vec<Chunk> = there.iter().filter(|chunk| !epochs.contains(&chunk.epoch)).copied().collect();
+        let stale: Vec<Chunk> = there.iter().filter(|chunk| !once.contains(&chunk.epoch)).copied().collect();
         if stale.iter().any(in_use) {
             return Err(gone(offset, bytes, epochs));
         }
         self.unmap(&peers, window, &stale);
         let _span = tracing::debug_span!("import", window, bytes).entered();
-        let missing: Vec<u64> = epochs.iter().copied().filter(|epoch| !there.iter().any(|chunk| chunk.epoch == *epoch)).collect();
+        let mapped: HashSet<u64> = there.iter().map(|chunk| chunk.epoch).collect();
+        let missing: Vec<u64> = wanted.into_iter().filter(|epoch| !mapped.contains(epoch)).collect();
         for part in missing.chunks(MAX_FDS) {
             let chunks = import(&self.shared.link, window, part.to_vec())?;
             if let Err(error) = peer.map(&chunks) {
@@ -376,7 +385,7 @@ impl Opened {
                 return Err(error.into());
             }
         }
-        check(&peer.chunks_in(offset, bytes), offset, bytes, epochs)?;
+        check(&peer, offset, bytes, epochs)?;
         Ok(peer.base() + offset)
     }
 
@@ -485,18 +494,13 @@ impl Opened {
         self.driver.event_query(event).map(drop)
     }
 
-    /// The chunks that a range of our own window touches.
-    pub(super) fn own_epochs(&self, offset: u64, bytes: u64) -> Vec<u64> {
-        self.heap.window().chunks_in(offset, bytes).iter().map(|chunk| chunk.epoch).collect()
-    }
-
     /// The epochs of the chunks that a mapped range of any window touches.
-    pub(super) fn epochs_in(&self, window: u32, offset: u64, bytes: u64, read_only: bool) -> Vec<u64> {
+    pub(super) fn epochs_in(&self, window: u32, offset: u64, bytes: u64, read_only: bool) -> Vec<Epochs> {
         if window == self.window {
-            return self.own_epochs(offset, bytes);
+            return self.heap.window().epochs_in(offset, bytes);
         }
         let peer = self.peers.lock().get(&(window, read_only)).cloned();
-        peer.map(|peer| peer.chunks_in(offset, bytes).iter().map(|chunk| chunk.epoch).collect()).unwrap_or_default()
+        peer.map(|peer| peer.epochs_in(offset, bytes)).unwrap_or_default()
     }
 
     /// The peer's window that an address lies in.
@@ -518,25 +522,18 @@ fn both(peers: &Peers, window: u32) -> impl Iterator<Item = &Arc<Window>> {
     [false, true].into_iter().filter_map(move |read_only| peers.get(&(window, read_only)))
 }
 
-/// Whether these chunks are those of the epochs and cover the range without a hole.
-fn check(chunks: &[Chunk], offset: u64, bytes: u64, epochs: &[u64]) -> Result<(), Error> {
-    let same = chunks.len() == epochs.len() && chunks.iter().zip(epochs).all(|(chunk, epoch)| chunk.epoch == *epoch);
-    let mut at = offset;
-    let whole = chunks.iter().all(|chunk| {
-        let reached = chunk.offset <= at;
-        at = chunk.end();
-        reached
-    }) && at >= offset + bytes;
-    if (same && whole) || bytes == 0 {
+/// Whether what is mapped of a range are the chunks of these epochs, without a hole.
+fn check(window: &Window, offset: u64, bytes: u64, epochs: &[Epochs]) -> Result<(), Error> {
+    if bytes == 0 || window.holds(offset, bytes, epochs) {
         return Ok(());
     }
     Err(gone(offset, bytes, epochs))
 }
 
-fn gone(offset: u64, bytes: u64, epochs: &[u64]) -> Error {
+fn gone(offset: u64, bytes: u64, epochs: &[Epochs]) -> Error {
+    let first = epochs.iter().take(8).map(|run| format!("{} to {}", run.first(), run.last())).collect::<Vec<_>>().join(", ");
     Error::Stale(format!(
-        "bytes {offset} to {offset}+{bytes} are no longer what they were when they were sent (epochs {:?}): the sender gave that memory back",
-        epochs.get(..epochs.len().min(8)).unwrap_or_default()
+        "bytes {offset} to {offset}+{bytes} are no longer what they were when they were sent (epochs {first}): the sender gave that memory back"
     ))
 }
 

@@ -1,4 +1,4 @@
-//! What befalls growth, for whoever wants to be told: memory is short, a growth was refused.
+//! What befalls, for whoever wants to be told: memory is short, a growth was refused, a client is dead.
 //!
 //! The owner tells a parent that listens of everybody's; any other client learns of its own refusals, since it was refused. Both
 //! put a line into a short queue; a thread of the listener's takes it out. Nothing on malloc's path waits for the listener.
@@ -12,20 +12,25 @@ use serde::Serialize;
 use super::error::Error;
 use super::link::LONGEST;
 use super::{Client, CALL_TIMEOUT};
+use crate::control::Cause;
 use crate::wire::{Peer, Request, Role};
 
 /// The most that wait for a listener that does not come; the oldest goes first.
 const KEPT: usize = 64;
 
-/// A growth that did not fit, as of that moment. Sizes are in bytes.
+/// A growth that did not fit, as of that moment, or a client's death. Sizes are in bytes.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Event {
-    /// `pressure`: others are asked to give back what they do not use. `refusal`: out of memory.
+    /// `pressure`: others are asked to give back what they do not use. `refusal`: out of memory. `death`: a client is gone, and
+    /// the figures of memory are zero.
     pub kind: &'static str,
     /// The device's identity.
     pub device: String,
-    /// Who asked.
+    /// Who asked, or died.
     pub by: Peer,
+    /// Of a death: why the owner killed it, if it did.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub cause: Option<String>,
     /// For how much.
     pub asked: u64,
     /// The limit that was in the way: the arena's, or the client's own.
@@ -60,6 +65,17 @@ impl Events {
 
     /// Puts an event where the listener finds it, if there is one.
     pub(super) fn push(&self, kind: &'static str, device: &str, by: Peer, (asked, limit, reserved): (u64, u64, u64)) {
+        let free = limit.saturating_sub(reserved);
+        self.put(Event { kind, device: device.to_owned(), by, cause: None, asked, limit, reserved, free, missed: 0 });
+    }
+
+    /// A client is gone.
+    pub(super) fn push_death(&self, by: Peer, cause: Option<Cause>) {
+        let cause = cause.map(|cause| cause.to_string());
+        self.put(Event { kind: "death", device: String::new(), by, cause, asked: 0, limit: 0, reserved: 0, free: 0, missed: 0 });
+    }
+
+    fn put(&self, event: Event) {
         let mut state = self.state.lock();
         if !state.listening {
             return;
@@ -68,8 +84,7 @@ impl Events {
             state.queue.pop_front();
             state.missed += 1;
         }
-        let free = limit.saturating_sub(reserved);
-        state.queue.push_back(Event { kind, device: device.to_owned(), by, asked, limit, reserved, free, missed: 0 });
+        state.queue.push_back(event);
         self.came.notify_one();
     }
 

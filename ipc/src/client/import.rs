@@ -6,7 +6,7 @@ use std::sync::Arc;
 use millpond_allocator::driver::{Addr, Event, StreamId};
 use millpond_allocator::record::Kind;
 use millpond_allocator::timeline::{Reached, Signal};
-use millpond_allocator::window::Chunk;
+use millpond_allocator::window::{Chunk, Epochs};
 use parking_lot::Mutex;
 
 use super::device::Opened;
@@ -14,7 +14,7 @@ use super::error::Error;
 use super::fault::{self, Fault};
 use super::lease::HoldRef;
 use super::record;
-use crate::control::{Claim, Control, TIMELINES_PER_CLIENT};
+use crate::control::{Cause, Claim, Control, TIMELINES_PER_CLIENT};
 
 /// One value that was received.
 #[derive(Debug, Clone)]
@@ -25,7 +25,7 @@ pub(super) struct Import {
     pub(super) device: u32,
     pub(super) offset: u64,
     pub(super) bytes: u64,
-    pub(super) epochs: Vec<u64>,
+    pub(super) epochs: Vec<Epochs>,
     /// READY: what must be reached before the bytes are what was sent.
     pub(super) ready: Vec<Signal>,
     /// Mapped without write access, and forwarded so.
@@ -38,6 +38,8 @@ pub(super) struct Import {
     pub(super) adopted: bool,
     /// Whoever was to make it ready died before: its bytes are not what was to be sent.
     pub(super) lost: bool,
+    /// Why that one was killed, if it was.
+    pub(super) cause: Option<Cause>,
     pub(super) sender: String,
 }
 
@@ -345,12 +347,14 @@ impl Imports {
 
     /// A client died. What it was to make ready and has not never will be; that is told now, while its timelines' last true
     /// values stand.
-    pub(super) fn died(&self, dead: u32) {
+    pub(super) fn died(&self, dead: u32, cause: Option<Cause>) {
         let mut slab = self.slab.lock();
         for import in slab.entries.iter_mut().filter_map(|entry| entry.1.as_mut()) {
             let (theirs, others): (Vec<_>, Vec<_>) = import.ready.iter().partition(|s| s.timeline / TIMELINES_PER_CLIENT as u32 == dead);
             let reached = |s: &Signal| self.control.timeline(s.timeline).is_some_and(|word| word.reached(s.value) == Reached::Yes);
-            import.lost |= !theirs.iter().all(reached);
+            if !theirs.iter().all(reached) {
+                (import.lost, import.cause) = (true, import.cause.or(cause));
+            }
             import.ready = others;
         }
     }

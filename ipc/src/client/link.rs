@@ -74,6 +74,8 @@ pub(super) enum Notice {
     Ask(u64, Ask),
     /// The owner is gone.
     OwnerDied,
+    /// There is no owner, and another client's process has ended.
+    PeerEnded,
     /// Something was put down that a tick would pick up soon.
     Soon,
     /// The client goes.

@@ -10,6 +10,7 @@ mod import;
 mod lease;
 mod link;
 mod pinned;
+mod policy;
 mod receive;
 mod record;
 mod send;
@@ -256,6 +257,7 @@ impl Client {
         }
         let _ = self.shared.link.call(Request::Detach, Duration::from_secs(2));
         self.shared.left.store(true, Ordering::Release);
+        *self.wake.lock() = None;
         self.shared.events.close();
         if let Some(notices) = self.notices.lock().take() {
             let _ = notices.send(Notice::Stop);

@@ -17,7 +17,7 @@ use parking_lot::Mutex;
 
 use super::device::{Device, Opened};
 use super::error::Error;
-use super::receive::{deadline, died};
+use super::receive::deadline;
 use super::{Client, Place};
 
 /// A part of a value that leaves by host memory: one past its last byte, and the signal that the bytes up to there since the part
@@ -189,7 +189,7 @@ impl Client {
         let driver = self.any_driver(place)?;
         let held = self.imports.with(import, |import| import.clone())?;
         if held.lost {
-            return Err(died(&held));
+            return Err(self.died(&held));
         }
         check_pieces(pieces, bytes)?;
         if done > bytes || offset.checked_add(bytes).is_none_or(|end| end > held.bytes) {
@@ -215,8 +215,8 @@ impl Client {
         let copied = self.shared.pins.finish(way)?;
         match queued {
             // Its maker's death is told to the import while the last true values stand.
-            _ if self.imports.with(import, |import| import.lost)? => return Err(died(&held)),
-            Err(Error::PeerDied(_)) => return Err(died(&held)),
+            _ if self.imports.with(import, |import| import.lost)? => return Err(self.died(&held)),
+            Err(Error::PeerDied(_)) => return Err(self.died(&held)),
             Err(Error::Timeout(_)) | Ok(()) => {}
             Err(error) => return Err(error),
         }

@@ -121,6 +121,7 @@ impl Client {
                 streams: Vec::new(),
                 adopted: false,
                 lost,
+                cause: None,
                 sender: sender.name.clone(),
             };
             let handle = self.imports.add(import)?;
@@ -171,7 +172,7 @@ impl Client {
         self.check_alive()?;
         let import = self.imports.with(handle, |import| import.clone())?;
         if import.lost {
-            return Err(died(&import));
+            return Err(self.died(&import));
         }
         let opened = self.device_at(import.device)?.open()?;
         let addr = self.mapped(handle, &import, &opened)?;
@@ -181,13 +182,17 @@ impl Client {
         for signal in import.ready.iter().filter(|_| !fault::is(Fault::SkipReadyWait)) {
             match stream {
                 Some(stream) if !on_cpu => match opened.timelines.wait(stream, *signal) {
-                    Err(TimelineError::Dead(_)) => return Err(died(&import)),
+                    Err(TimelineError::Dead(_)) => return Err(self.died(&import)),
                     Ok(true) => record::stream_waits(&opened, stream, *signal),
                     waits => drop(waits?),
                 },
-                _ => self
-                    .await_until(*signal, until)
-                    .map_err(|error| if matches!(error, Error::PeerDied(_)) { died(&import) } else { error })?,
+                _ => self.await_until(*signal, until).map_err(|error| {
+                    if matches!(error, Error::PeerDied(_)) {
+                        self.died(&import)
+                    } else {
+                        error
+                    }
+                })?,
             }
         }
         let id = stream.map(|stream| opened.identify(stream)).transpose()?;
@@ -245,11 +250,12 @@ impl Client {
     pub fn import_ready(&self, handle: u64, timeout: Option<Duration>) -> Result<(), Error> {
         let import = self.imports.with(handle, |import| import.clone())?;
         if import.lost {
-            return Err(died(&import));
+            return Err(self.died(&import));
         }
         let deadline = deadline(timeout);
         import.ready.iter().try_for_each(|signal| {
-            self.await_until(*signal, deadline).map_err(|error| if matches!(error, Error::PeerDied(_)) { died(&import) } else { error })
+            self.await_until(*signal, deadline)
+                .map_err(|error| if matches!(error, Error::PeerDied(_)) { self.died(&import) } else { error })
         })
     }
 
@@ -392,12 +398,14 @@ impl Client {
     fn await_word(word: &Word, signal: Signal, deadline: Option<Instant>) -> Result<(), Error> {
         let mut pause = Pause::default();
         loop {
+            let seen = word.value();
             match word.reached(signal.value) {
                 Reached::Yes => return Ok(()),
                 Reached::Never => return Err(Error::PeerDied("its producer died before the value was ready".to_owned())),
                 Reached::No => {}
             }
-            if !pause.wait(deadline) {
+            // Woken by a death, and by what the host's streams write.
+            if !pause.wait_by(deadline, |time| word.nap(seen, time)) {
                 return Err(Error::Timeout("the value was not ready in time".to_owned()));
             }
         }
@@ -409,13 +417,6 @@ pub(super) fn deadline(timeout: Option<Duration>) -> Option<Instant> {
     timeout.map(|timeout| Instant::now() + timeout.min(LONGEST))
 }
 
-pub(super) fn died(import: &Import) -> Error {
-    Error::PeerDied(format!(
-        "the process that made this value died before it was ready ({} bytes, received from {}): its bytes are not what was to be sent",
-        import.bytes, import.sender
-    ))
-}
-
 /// Waits a little, and a little longer each time: a word in shared memory that a GPU or another process will change.
 #[derive(Debug, Default)]
 struct Pause(u32);
@@ -423,11 +424,16 @@ struct Pause(u32);
 impl Pause {
     /// False when the deadline has passed.
     fn wait(&mut self, deadline: Option<Instant>) -> bool {
+        self.wait_by(deadline, std::thread::sleep)
+    }
+
+    /// The same, where something may end a longer wait before its time.
+    fn wait_by(&mut self, deadline: Option<Instant>, sleep: impl FnOnce(Duration)) -> bool {
         self.0 = self.0.saturating_add(1);
         match self.0 {
             0..=500 => std::hint::spin_loop(),
             501..=600 => std::thread::yield_now(),
-            n => std::thread::sleep(Duration::from_micros(u64::from(n - 600).min(500))),
+            n => sleep(Duration::from_micros(u64::from(n - 600).min(500))),
         }
         deadline.is_none_or(|at| Instant::now() < at)
     }

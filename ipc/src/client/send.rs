@@ -14,7 +14,6 @@ use super::device::Opened;
 use super::error::Error;
 use super::import::{Claimed, Import};
 use super::lease::{cancel, forward, HoldRef};
-use super::receive::died;
 use super::record::{self, now_if_on};
 use super::{Client, Place};
 use crate::control::{Count, Fall, Tier};
@@ -294,7 +293,7 @@ impl Client {
             window: opened.window,
             offset: range.0,
             bytes: range.1,
-            epochs: opened.own_epochs(range.0, range.1),
+            epochs: opened.heap.window().epochs_in(range.0, range.1),
             hold: (hold.producer, hold.index, hold.generation),
             ready: Vec::new(),
             read_only: tensor.read_only,
@@ -313,7 +312,7 @@ impl Client {
         receiver: u8,
     ) -> Result<Option<(Arc<Opened>, Stream)>, Error> {
         if import.lost {
-            return Err(died(import));
+            return Err(self.died(import));
         }
         let inside = |addr: Addr| {
             let at = addr.checked_sub(import.addr?)?;
@@ -335,9 +334,10 @@ impl Client {
         let ready =
             import.ready.iter().filter(unreached).copied().collect::<Vec<_>>().into_iter().map(|signal| draft.signal(signal)).collect();
         // The range may touch fewer chunks than the import.
-        let epochs = match (import.epochs.len(), import.addr) {
-            (0 | 1, _) | (_, None) => import.epochs.clone(),
-            _ => self.device_at(import.device)?.open()?.epochs_in(import.window, offset, bytes, import.read_only),
+        let epochs = match import.addr {
+            None => import.epochs.clone(),
+            Some(_) if (offset, bytes) == (import.offset, import.bytes) => import.epochs.clone(),
+            Some(_) => self.device_at(import.device)?.open()?.epochs_in(import.window, offset, bytes, import.read_only),
         };
         draft.tensors.push(Descriptor {
             window: import.window,

@@ -7,13 +7,13 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use millpond_allocator::driver::CuResult;
-use millpond_allocator::timeline::Word;
 
 use super::device::{Device, Opened};
 use super::error::Error;
 use super::link::Notice;
 use super::record;
 use super::{Client, OnOwnerDeath};
+use crate::control::Cause;
 use crate::wire::{Ask, FrameReader, Peer, Request};
 
 /// Between beats when nothing is going on.
@@ -57,6 +57,7 @@ fn tend(client: &Weak<Client>, notices: &Receiver<Notice>, on_owner_death: OnOwn
                 let _ = rustix::process::kill_process(rustix::process::getpid(), rustix::process::Signal::TERM);
             }
             Ok(Notice::OwnerDied) => client.owner_died(),
+            Ok(Notice::PeerEnded) => drop(client.attend_wake()),
             Ok(Notice::Soon) => pause = PARTING,
             Err(RecvTimeoutError::Timeout) => {}
         }
@@ -118,7 +119,7 @@ impl Client {
         }
         tracing::error!(%error, "this process's context is dead");
         if self.shared.link.tell(Request::Faulted { device: opened.index }).is_err() {
-            self.shared.control.timelines(self.shared.me).unwrap_or_default().iter().for_each(Word::poison);
+            self.shared.control.poison(self.shared.me);
         }
     }
 
@@ -132,7 +133,7 @@ impl Client {
                 let uses = |chunk: &_| self.imports.uses(*window, chunk, None);
                 self.devices.iter().filter_map(Device::if_open).map(|opened| opened.revoke(*window, epochs, uses)).sum()
             }
-            Ask::Died { peer } => return self.peer_died(peer),
+            Ask::Died { peer, cause } => return self.peer_died(peer, *cause),
             Ask::Pressure { device, by, asked, limit, reserved, refused } => {
                 let kind = if *refused { "refusal" } else { "pressure" };
                 if let Ok(device) = self.device_at(*device) {
@@ -145,9 +146,9 @@ impl Client {
         let _ = self.shared.link.answer(id, bytes);
     }
 
-    fn peer_died(&self, peer: &Peer) {
+    fn peer_died(&self, peer: &Peer, cause: Option<Cause>) {
         record::died(peer);
-        self.imports.died(peer.client);
+        self.imports.died(peer.client, cause);
         self.office.died(peer);
         self.pidfds.lock().remove(&peer.serial);
         let mut gone = Vec::new();
@@ -157,5 +158,6 @@ impl Client {
             !dead
         });
         self.devices.iter().filter_map(Device::if_open).for_each(|opened| opened.died(&gone));
+        self.shared.events.push_death(peer.clone(), cause);
     }
 }

@@ -6,14 +6,15 @@
 //! lift a poison, so that is stored again and again.
 
 use std::os::fd::OwnedFd;
+use std::sync::mpsc::Sender;
 use std::time::{Duration, Instant};
 
-use millpond_allocator::timeline::Word;
 use rustix::event::{poll, PollFd, PollFlags, Timespec};
 use rustix::io::Errno;
+use rustix::pipe::{pipe_with, PipeFlags};
 use rustix::process::{pidfd_open, Pid, PidfdFlags};
 
-use super::link::Link;
+use super::link::{Link, Notice};
 use super::record;
 use super::Client;
 use crate::control::{ClientRow, ClientState, MAX_CLIENTS};
@@ -24,8 +25,13 @@ use crate::wire::Peer;
 pub(super) enum Wake {
     /// Not known yet which: looked at again at a time, and after a while.
     Doubt(Instant, Duration),
-    /// Gone. The others: (slot, pidfd; `None` once it has ended).
-    Alone(Vec<(u32, Option<OwnedFd>)>),
+    /// Gone.
+    Alone {
+        /// (slot, pidfd; `None` once it has ended).
+        others: Vec<(u32, Option<OwnedFd>)>,
+        /// Who tells of their ends.
+        _watcher: Option<Watcher>,
+    },
 }
 
 /// The longest between two looks whether there is an owner.
@@ -46,14 +52,16 @@ impl Client {
             None => return false,
             Some(Wake::Doubt(at, pause)) if *at <= Instant::now() => {
                 if Link::nobody_at(&self.socket) {
-                    *wake = Some(Wake::Alone(self.others()));
+                    let others = self.others();
+                    let watcher = self.notices.lock().clone().and_then(|notices| Watcher::start(&others, notices));
+                    *wake = Some(Wake::Alone { others, _watcher: watcher });
                 } else {
                     (*at, *pause) = (Instant::now() + *pause, (*pause * 2).min(LONGEST_DOUBT));
                 }
             }
             Some(_) => {}
         }
-        if let Some(Wake::Alone(others)) = &mut *wake {
+        if let Some(Wake::Alone { others, .. }) = &mut *wake {
             for (slot, pidfd) in others {
                 if pidfd.as_ref().is_some_and(has_ended) {
                     tracing::info!(client = *slot, "a peer has ended, and there is no owner: it is buried here");
@@ -69,10 +77,10 @@ impl Client {
 
     /// Releases those who wait for a dead client.
     fn mourn(&self, slot: u32, first: bool) {
-        self.shared.control.timelines(slot).unwrap_or_default().iter().for_each(Word::poison);
+        self.shared.control.poison(slot);
         self.shared.leases.end_holds_of(slot);
         if first {
-            self.imports.died(slot);
+            self.imports.died(slot, None);
             if let Some(row) = self.shared.control.client(slot).and_then(|cell| cell.read()) {
                 let peer = Peer { client: slot, serial: row.serial, name: String::new(), pid: 0 };
                 record::died(&peer);
@@ -97,6 +105,43 @@ impl Client {
             others.push((slot, pidfd));
         }
         others
+    }
+}
+
+/// A thread that says at once when one of the others has ended; a tick says it too, later. It ends with the last of them, or
+/// when this is dropped.
+#[derive(Debug)]
+pub(super) struct Watcher {
+    /// The other end of what the thread looks at.
+    _until: OwnedFd,
+}
+
+impl Watcher {
+    /// `None` where the system has no descriptor or thread to spare: then the ticks are all there is.
+    fn start(others: &[(u32, Option<OwnedFd>)], notices: Sender<Notice>) -> Option<Self> {
+        let (end, mine) = pipe_with(PipeFlags::CLOEXEC).ok()?;
+        let living = others.iter().filter_map(|(_, pidfd)| pidfd.as_ref()?.try_clone().ok()).collect();
+        let watch = move || watch(living, &end, &notices);
+        std::thread::Builder::new().name("millpond-wake".to_owned()).stack_size(256 << 10).spawn(watch).ok()?;
+        Some(Self { _until: mine })
+    }
+}
+
+fn watch(mut living: Vec<OwnedFd>, end: &OwnedFd, notices: &Sender<Notice>) {
+    while !living.is_empty() {
+        let mut fds: Vec<PollFd<'_>> = living.iter().map(|pidfd| PollFd::new(pidfd, PollFlags::IN)).collect();
+        fds.push(PollFd::new(end, PollFlags::IN));
+        match poll(&mut fds, None) {
+            Ok(_) => {}
+            Err(Errno::INTR) => continue,
+            Err(_) => return,
+        }
+        let ended: Vec<bool> = fds.iter().map(|fd| !fd.revents().is_empty()).collect();
+        if ended.last() == Some(&true) || notices.send(Notice::PeerEnded).is_err() {
+            return;
+        }
+        let mut ended = ended.into_iter();
+        living.retain(|_| ended.next() == Some(false));
     }
 }
 

@@ -30,7 +30,7 @@ impl<T: Words<N>, const N: usize> Cell<T, N> {
     #[inline]
     pub fn write(&self, record: &T) {
         let writes = self.writes.load(Ordering::Relaxed);
-        let copy = &self.copies[(writes as usize + 1) & 1];
+        let copy = &self.copies[(writes as usize).wrapping_add(1) & 1];
         // No word of this copy may be seen before the turn that ended its last reading.
         fence(Ordering::Release);
         for (word, value) in copy.iter().zip(record.to_words()) {

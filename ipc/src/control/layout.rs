@@ -22,7 +22,7 @@ pub const FORWARDED: usize = HOLDS_PER_CLIENT / 2;
 pub const NAME_BYTES: usize = 32;
 
 /// A number that changes with this file's layout.
-pub const LAYOUT: u64 = 0x6d70_0002_0000_0000 ^ (size_of::<Layout>() as u64);
+pub const LAYOUT: u64 = 0x6d70_0003_0000_0000 ^ (size_of::<Layout>() as u64);
 
 #[repr(C, align(4096))]
 #[derive(Debug)]
@@ -152,6 +152,10 @@ named_row! {
         refusals,
         /// Clients buried so far.
         deaths,
+        /// Of them: killed by policy, since they were stopped.
+        kills_stopped,
+        /// Of them: killed by policy, since a call of theirs did not end.
+        kills_call,
     }
 }
 
@@ -168,6 +172,9 @@ named_row! {
         start_time,
         /// 0 parent, 1 worker.
         role,
+        /// Why the owner killed it ([`Cause`](super::Cause) as a word); zero: it did not. Stays after its end, until the slot is
+        /// another's.
+        cause,
     }
 }
 
@@ -271,7 +278,7 @@ mod tests {
 
     #[test]
     fn rows_survive_words() {
-        let mut row = ClientRow { serial: 1, state: 2, pid: 3, start_time: 4, role: 1, name: [0; NAME_BYTES] };
+        let mut row = ClientRow { serial: 1, state: 2, pid: 3, start_time: 4, role: 1, cause: 5, name: [0; NAME_BYTES] };
         row.name[..8].copy_from_slice(b"denoiser");
         assert_eq!(ClientRow::from_words(row.to_words()), row);
         assert_eq!(row.name(), "denoiser");

@@ -4,6 +4,7 @@
 //! checked here, and every value read is treated as a claim. It never moves or shrinks (the memfd is sealed).
 #![allow(unsafe_code)] // one mapping, seen through references to atomics
 
+mod cause;
 mod cell;
 mod hold;
 mod layout;
@@ -17,6 +18,7 @@ mod atomic {
 
 pub(crate) use sweep::Look;
 
+pub use cause::Cause;
 pub use cell::Cell;
 pub use hold::{Claim, Hold, HoldState, HoldWord};
 pub use layout::{
@@ -137,6 +139,21 @@ impl Control {
     #[must_use]
     pub fn client(&self, client: u32) -> Option<&Cell<ClientRow, { ClientRow::WORDS }>> {
         self.layout().clients.get(client as usize)
+    }
+
+    /// Releases whoever waits for a client of which nothing runs any more: all words first, since streams look at them by
+    /// themselves; then the sleepers are woken.
+    pub fn poison(&self, client: u32) {
+        let words = self.timelines(client).unwrap_or_default();
+        words.iter().for_each(Word::poison);
+        words.iter().for_each(Word::wake);
+    }
+
+    /// Why the owner killed the client that a slot is or last was, if it did: (serial, cause).
+    #[must_use]
+    pub fn cause_of(&self, client: u32) -> Option<(u64, Cause)> {
+        let row = self.client(client)?.read()?;
+        Some((row.serial, Cause::from_word(row.cause)?))
     }
 
     /// When a client's own thread was last seen alive, in milliseconds of `CLOCK_MONOTONIC`.

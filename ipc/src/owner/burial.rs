@@ -10,12 +10,12 @@ use millpond_allocator::timeline::Reached;
 use super::adopt::Heirs;
 use super::estate::Fate;
 use super::{rows, Ended, Owner};
-use crate::control::{ClientRow, Hold, HoldState, HoldWord, TIMELINES_PER_CLIENT};
+use crate::control::{Cause, ClientRow, Hold, HoldState, HoldWord, TIMELINES_PER_CLIENT};
 use crate::wire::{Ask, Role};
 
 /// How soon after something moved the dead are looked at again, and how late at most: what others do with their holds is
 /// seen in shared memory only.
-const SOON: Duration = Duration::from_millis(10);
+const SOON: Duration = Duration::from_millis(2);
 const LATE: Duration = Duration::from_millis(250);
 
 /// When the dead with something left are looked at next.
@@ -33,34 +33,51 @@ impl Watch {
 }
 
 impl Owner {
+    /// Nothing of a client runs any more: whoever waits for it goes on, before anything else is done for any of the dead. It is
+    /// buried at the end of this turn's reading.
+    pub(super) fn release_waiters(&mut self, slot: u32) {
+        self.control.poison(slot);
+        if !self.dead.contains(&slot) {
+            self.dead.push(slot);
+        }
+    }
+
+    /// Buries those who died in this turn. Giving memory back may take the driver milliseconds: the others are told before.
+    pub(super) fn bury_the_dead(&mut self) {
+        if self.dead.is_empty() {
+            return;
+        }
+        for slot in std::mem::take(&mut self.dead) {
+            self.bury(slot);
+        }
+        self.flush_links();
+        // Others' chunks may be free by this too, and so may those of the dead that these read.
+        for dead in rows::slots() {
+            self.settle(dead);
+        }
+        self.wake_orphans();
+        self.memory_came_back();
+    }
+
     /// Buries a client of which nothing runs any more. Exact, and harmless if it is done twice.
-    pub(super) fn bury(&mut self, slot: u32) {
+    fn bury(&mut self, slot: u32) {
         let Some(client) = self.client_mut(slot).filter(|client| !client.buried) else { return };
         client.buried = true;
-        let peer = client.peer();
+        let (peer, cause) = (client.peer(), client.cause);
         // A parent that only detached may come back.
         let parent_ended = client.role == Role::Parent && client.process_ended;
         let _span = tracing::info_span!("burial", client = slot, serial = peer.serial).entered();
         tracing::info!(client = slot, name = peer.name, pid = peer.pid, "client gone");
-        for word in self.control.timelines(slot).unwrap_or_default() {
-            word.poison();
-        }
         self.end_holds(slot);
         self.disinherit(slot);
-        self.estate.count_death(slot);
+        self.estate.count_death(slot, cause);
         self.estate.drop_importer_everywhere(slot);
         for epoch in self.estate.chunks_of(slot) {
             if self.estate.holding(epoch).is_some_and(|holding| holding.fate == Fate::Held) {
                 self.estate.orphan(epoch);
             }
         }
-        self.tell_all(Some(slot), &Ask::Died { peer });
-        // Others' chunks may be free by this too, and so may those of the dead that this one read.
-        for dead in rows::slots() {
-            self.settle(dead);
-        }
-        self.wake_orphans();
-        self.memory_came_back();
+        self.tell_all(Some(slot), &Ask::Died { peer, cause });
         if parent_ended && self.config.parent_pid.is_some() {
             self.ended = Some(Ended::ParentEnded);
         }
@@ -147,13 +164,13 @@ impl Owner {
     }
 
     fn vacate(&mut self, slot: u32) {
-        let serial = self.client(slot).map_or(0, |client| client.serial);
+        let (serial, cause) = self.client(slot).map_or((0, None), |client| (client.serial, client.cause));
         self.adoptions.retain(|(producer, _), _| *producer != slot);
         if let Some(place) = self.clients.get_mut(slot as usize) {
             *place = None;
         }
         if let Some(cell) = self.control.client(slot) {
-            cell.write(&ClientRow { serial, ..ClientRow::default() });
+            cell.write(&ClientRow { serial, cause: cause.map_or(0, Cause::to_word), ..ClientRow::default() });
         }
         tracing::debug!(client = slot, "slot free");
     }

@@ -72,6 +72,10 @@ impl Owner {
                 self.answer(slot, call_id, Answer::Windows { windows }, Vec::new());
             }
             Request::Listen => self.listen(slot, call_id),
+            Request::Policy { client, serial, kill_stopped_after_ms } => {
+                self.set_policy(slot, call_id, (client, serial), kill_stopped_after_ms);
+            }
+            Request::Kill { client, serial, waited_ms } => self.kill_for_call(slot, call_id, (client, serial), waited_ms),
             Request::Faulted { device } => self.faulted(slot, device),
             Request::Detach => {
                 if let Some(client) = self.client_mut(slot) {

@@ -4,7 +4,8 @@ use std::collections::HashMap;
 use std::os::fd::OwnedFd;
 
 use super::link::Link;
-use crate::control::ClientState;
+use super::policy::Policy;
+use crate::control::{Cause, ClientState};
 use crate::wire::{Peer, Role};
 
 /// What a client was asked.
@@ -38,6 +39,10 @@ pub(super) struct Client {
     pub(super) detached: bool,
     pub(super) stopped: bool,
     pub(super) faulted: bool,
+    /// What is done with it if it stops; nothing but a report where `None`.
+    pub(super) policy: Option<Policy>,
+    /// Why it was killed here.
+    pub(super) cause: Option<Cause>,
     /// It wants to be told of growths that do not fit.
     pub(super) listens: bool,
     pub(super) buried: bool,

@@ -11,7 +11,7 @@ use millpond_allocator::driver::{Driver, DriverError};
 
 use super::devices::Served;
 use super::spares::Spares;
-use crate::control::{DeviceRow, GrantRow, MAX_CLIENTS};
+use crate::control::{Cause, DeviceRow, GrantRow, MAX_CLIENTS};
 use crate::wire::{Chunk, ChunkMap, WindowMap};
 
 pub(super) use crate::wire::Fate;
@@ -274,10 +274,15 @@ impl Estate {
         }
     }
 
-    /// Counts a death, on every device.
-    pub(super) fn count_death(&mut self, slot: u32) {
+    /// Counts a death, on every device, and what the client was killed for, if it was.
+    pub(super) fn count_death(&mut self, slot: u32, cause: Option<Cause>) {
         for (index, books) in (0..).zip(&mut self.devices) {
             books.row.deaths += 1;
+            match cause {
+                Some(Cause::Stopped { .. }) => books.row.kills_stopped += 1,
+                Some(Cause::Call { .. }) => books.row.kills_call += 1,
+                None => {}
+            }
             self.dirty.insert((slot, index));
         }
     }

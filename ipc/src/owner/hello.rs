@@ -152,6 +152,8 @@ impl Owner {
             detached: false,
             stopped: false,
             faulted: false,
+            policy: None,
+            cause: None,
             listens: false,
             buried: false,
         };

@@ -1,9 +1,9 @@
-//! How clients are: beating, stopped, faulted, dying. Nobody is killed here.
+//! How clients are: beating, stopped, faulted, dying. Nobody is killed here: that is `policy`.
 
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use super::{process, rows, Owner};
+use super::{rows, Owner};
 
 impl Owner {
     /// Looks at every client's beat, at most once in a while.
@@ -12,16 +12,17 @@ impl Owner {
             return;
         }
         let (every, late) = (self.config.heartbeat_ms.max(10), self.config.stopped_after_ms);
-        self.next_beats = now + Duration::from_millis(every);
+        let pause = Duration::from_millis(every);
+        self.next_beats = now + self.policies_every().map_or(pause, |policies| pause.min(policies));
         let now_ms = crate::control::now_ms();
         for slot in rows::slots() {
             let Some(client) = self.client(slot).filter(|client| client.is_present()) else { continue };
             let beat = self.control.beat(slot).map_or(0, |beat| beat.load(Ordering::Relaxed));
             let age = now_ms.saturating_sub(beat);
             // A late beat alone may be a starved machine; the system knows at once who was stopped.
-            let stopped = age > late || age > 2 * every && process::stat(client.pid).is_some_and(process::Stat::is_stopped);
+            let stopped = age > late || age > 2 * every && client.is_stopped_by_signal() == Some(true);
             if stopped != client.stopped {
-                let by_signal = stopped && process::stat(client.pid).is_some_and(process::Stat::is_stopped);
+                let by_signal = stopped && client.is_stopped_by_signal() == Some(true);
                 tracing::info!(client = slot, name = client.name, stopped, by_signal, age, "beat");
                 if let Some(client) = self.client_mut(slot) {
                     client.stopped = stopped;
@@ -29,6 +30,7 @@ impl Owner {
                 self.state_changed(slot);
             }
         }
+        self.look_at_stopped(now, now_ms);
     }
 
     /// A client says that its context is dead. What it made stays in quarantine until it ends; nobody waits for it.
@@ -36,9 +38,7 @@ impl Owner {
         let Some(client) = self.client_mut(slot) else { return };
         client.faulted = true;
         tracing::warn!(client = slot, name = client.name, pid = client.pid, device, "the client's context is dead");
-        for word in self.control.timelines(slot).unwrap_or_default() {
-            word.poison();
-        }
+        self.control.poison(slot);
         self.note_change();
         self.wake_orphans();
         self.state_changed(slot);
@@ -67,13 +67,13 @@ impl Owner {
         self.consider_burial(slot);
     }
 
-    /// Buries a client if both of its ends are seen, or if it left in good order with nothing in its hands.
+    /// Sees to a client's burial if both of its ends are seen, or if it left in good order with nothing in its hands.
     fn consider_burial(&mut self, slot: u32) {
         let Some(client) = self.client(slot).filter(|client| !client.buried) else { return };
         let both = client.socket_ended && client.process_ended;
         let left = client.socket_ended && client.detached && !self.estate.has_stake(slot);
         if both || left {
-            self.bury(slot);
+            self.release_waiters(slot);
         } else {
             self.state_changed(slot);
         }

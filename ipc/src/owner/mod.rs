@@ -6,7 +6,7 @@
 //! * `estate`: the books: devices, windows, chunks, admission. `spares`: what was given back a moment ago. `rows`: the books in the
 //!   control memory.
 //! * `hello`, `calls`: the conversation. `grow`, `share`, `channel`: the requests.
-//! * `liveness`, `burial`, `adopt`: how clients stop, die, and what becomes of what they leave.
+//! * `liveness`, `policy`, `burial`, `adopt`: how clients stop, are killed, die, and what becomes of what they leave.
 
 mod adopt;
 mod burial;
@@ -23,6 +23,7 @@ mod link;
 mod listen;
 mod liveness;
 mod place;
+mod policy;
 mod process;
 mod rows;
 mod share;
@@ -122,6 +123,8 @@ pub struct Owner {
     last_slot: u32,
     next_beats: Instant,
     orphans: burial::Watch,
+    /// Whose waiters were released in this turn.
+    dead: Vec<u32>,
     place: Place,
 }
 
@@ -178,6 +181,7 @@ impl Owner {
             last_slot: MAX_CLIENTS as u32 - 1,
             next_beats: now,
             orphans: burial::Watch::new(now),
+            dead: Vec::new(),
             place,
         })
     }

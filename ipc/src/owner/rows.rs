@@ -2,7 +2,7 @@
 
 use super::client::Client;
 use super::estate::Estate;
-use crate::control::{ClientRow, ClientState, Control, HoldState, LiveRow, MAX_CLIENTS, NAME_BYTES};
+use crate::control::{Cause, ClientRow, ClientState, Control, HoldState, LiveRow, MAX_CLIENTS, NAME_BYTES};
 use std::sync::atomic::Ordering;
 
 /// A name as a row keeps it: whole characters, no control characters.
@@ -47,6 +47,7 @@ pub(super) fn write_client(control: &Control, client: &Client, state: ClientStat
         pid: u64::from(client.pid),
         start_time: client.start_time,
         role,
+        cause: client.cause.map_or(0, Cause::to_word),
         name: name(&client.name),
     };
     if let Some(cell) = control.client(client.slot) {

@@ -49,6 +49,7 @@ impl Owner {
                 Source::Process(slot) => self.process_ended(slot),
             }
         }
+        self.bury_the_dead();
         let now = Instant::now();
         self.expire_greetings(now);
         self.look_at_beats(now);

@@ -6,8 +6,10 @@
 use millpond_allocator::driver::cuda::HandleKind;
 use serde::{Deserialize, Serialize};
 
+use crate::control::Cause;
+
 /// The protocol's version. It changes when a message changes its meaning.
-pub const PROTOCOL: u32 = 1;
+pub const PROTOCOL: u32 = 2;
 
 /// What a process is to its owner.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -263,6 +265,26 @@ pub enum Request {
     Windows,
     /// Tell of every growth that does not fit: [`Ask::Pressure`]. For a parent. Answer: [`Answer::Done`].
     Listen,
+    /// What is done with a client that stops (SIGSTOP, a debugger). For a parent; replaces what was said before. Answer:
+    /// [`Answer::Done`].
+    Policy {
+        /// Its slot.
+        client: u32,
+        /// Its serial: a later client of that slot is not meant.
+        serial: u64,
+        /// It is killed when it has been stopped for so long, in milliseconds; absent: it is only reported.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        kill_stopped_after_ms: Option<u64>,
+    },
+    /// Kill a client whose call was cancelled and did not end. For a parent. Answer: [`Answer::Done`], when the signal is sent.
+    Kill {
+        /// Its slot.
+        client: u32,
+        /// Its serial.
+        serial: u64,
+        /// How long after the cancel, in milliseconds.
+        waited_ms: u64,
+    },
     /// The client's context on a device is dead, though the process lives. No answer.
     Faulted {
         /// The device, by its index.
@@ -317,6 +339,9 @@ pub enum Ask {
     Died {
         /// Who.
         peer: Peer,
+        /// Why the owner killed it, if it did.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        cause: Option<Cause>,
     },
     /// A growth does not fit. For a parent that said [`Request::Listen`]. No answer.
     Pressure {

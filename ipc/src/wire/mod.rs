@@ -1,5 +1,6 @@
 //! What processes say to each other: a 4-byte big-endian length, then JSON; descriptors beside it (`SCM_RIGHTS`); bulk bytes never.
 
+pub(crate) mod epochs;
 mod frame;
 mod message;
 

@@ -51,7 +51,12 @@ fn corpus() -> Vec<Value> {
             [n, 1, 2].map(|call_id| json(&FromOwner::Answer { call_id, answer: answer.clone(), fds: usize::from(call_id == 1) }))
         })
         .collect();
-    let asks = [Ask::Trim { device: 0, bytes: 1 }, Ask::Revoke { window: 1, epochs: vec![1] }, Ask::Died { peer: peer() }, Ask::Goodbye];
+    let asks = [
+        Ask::Trim { device: 0, bytes: 1 },
+        Ask::Revoke { window: 1, epochs: vec![1] },
+        Ask::Died { peer: peer(), cause: None },
+        Ask::Goodbye,
+    ];
     corpus.extend(asks.into_iter().map(|ask| json(&FromOwner::Ask { ask_id: 1, ask, fds: 0 })));
     corpus.push(json(&FromOwner::Welcome { welcome: welcome() }));
     let refused = Refusal { field: "key".to_owned(), expected: "a".to_owned(), found: "b".to_owned() };

@@ -1,5 +1,5 @@
 //! Arbitrary bytes and arbitrary descriptors, to the framer, to an owner's loop and to a client: at the handshake, after it, and
-//! on a channel. Nothing panics, nothing hangs, and afterwards the others are served and nothing is left.
+//! on a channel; and arbitrary words in the memory that they share. Nothing panics, nothing hangs, and afterwards the others are served and nothing is left.
 //!
 //! As a test each runs for a moment from fixed seeds. `MILLPOND_FUZZ_SECONDS=600 cargo test -p millpond-ipc --test fuzz` goes on
 //! with new ones; a failure names its seed, and `MILLPOND_FUZZ_SEED` starts there.
@@ -9,6 +9,7 @@
 mod client;
 mod framer;
 mod material;
+mod memory;
 #[path = "../owner/raw.rs"]
 mod raw;
 mod server;

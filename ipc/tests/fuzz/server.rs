@@ -26,6 +26,8 @@ fn corpus(key: &str, window: u32, epochs: &[u64]) -> Vec<Value> {
         Request::Ledger,
         Request::Windows,
         Request::Faulted { device: 0 },
+        // Nobody is stopped here. No kill: a seed could come to mean the test itself.
+        Request::Policy { client: 0, serial: 1, kill_stopped_after_ms: Some(1 << 40) },
         Request::Detach,
     ];
     let mut corpus: Vec<Value> =

@@ -39,7 +39,7 @@ fn sigkill_gives_the_memory_back() {
     assert_eq!((watcher.state_of(slot), watcher.ledger().deaths), ("gone", 1));
     assert_eq!((word.reached(5), word.reached(6)), (Reached::Yes, Reached::Never));
     assert!(word.value() >= POISON);
-    let (_, Ask::Died { peer }) = watcher.next_ask() else { panic!() };
+    let (_, Ask::Died { peer, cause: None }) = watcher.next_ask() else { panic!() };
     assert_eq!((peer.client, peer.name.as_str()), (slot, "victim"));
     watcher.grow(256 * MIB);
 }

@@ -35,7 +35,8 @@ fn a_refusal_names_the_field_and_never_the_key() {
 #[test]
 fn a_hello_of_another_shape_is_refused() {
     let served = Served::start(config());
-    for body in ["{}", "[]", "\"x\"", "not json", "{\"protocol\":1}", "{\"protocol\":\"1\"}"] {
+    let bare = format!("{{\"protocol\":{}}}", millpond_ipc::wire::PROTOCOL);
+    for body in ["{}", "[]", "\"x\"", "not json", &bare, "{\"protocol\":\"1\"}"] {
         let mut wire = Wire::connect(&served.socket);
         wire.send(body.as_bytes(), &[]).unwrap();
         let text = format!("{:?}", wire.read().unwrap());

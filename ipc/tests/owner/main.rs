@@ -10,6 +10,7 @@ mod gpu;
 mod hello;
 mod hostile;
 mod memory;
+mod policy;
 mod pressure;
 #[cfg(feature = "cli")]
 mod program;

@@ -125,6 +125,12 @@ fn puppet() {
                     }
                 }
             }
+            // That client is killed when it has been stopped for 150 ms.
+            "policy" => {
+                let serial = raw.ledger_of(number as u32).unwrap().serial;
+                let policy = millpond_ipc::wire::Request::Policy { client: number as u32, serial, kill_stopped_after_ms: Some(150) };
+                assert_eq!(raw.call(policy).0, millpond_ipc::wire::Answer::Done);
+            }
             "detach" => assert_eq!(raw.call(millpond_ipc::wire::Request::Detach).0, millpond_ipc::wire::Answer::Done),
             "exit" => return,
             _ => {}

@@ -3,13 +3,15 @@
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
 
 use parking_lot::RwLock;
 
 use crate::driver::{Addr, CuResult};
+use crate::futex;
 
-/// How long a waiter sleeps before it looks again, in nanoseconds: another process may store with no wake-up.
-const NAP: libc::c_long = 1_000_000;
+/// How long a waiter sleeps before it looks again: another process may store with no wake-up.
+const NAP: Duration = Duration::from_millis(1);
 
 /// Whether a word has reached a value, as the GPU compares (cyclic).
 pub(super) const fn reached(word: u64, value: u64) -> bool {
@@ -70,7 +72,7 @@ impl Words {
         let stored = self.with(word, 8, || {
             // SAFETY: as in `load`.
             unsafe { AtomicU64::from_ptr(word as *mut u64) }.store(value, Ordering::Release);
-            futex(word, libc::FUTEX_WAKE, i32::MAX as u32, None);
+            futex::wake(word);
         });
         stored.is_some()
     }
@@ -84,15 +86,7 @@ fn find(ranges: &BTreeMap<Addr, u64>, addr: Addr, bytes: u64) -> Option<(Addr, u
 
 /// Sleeps while the word's low half is as it was seen, a millisecond at most.
 pub(super) fn nap(word: Addr, seen: u64) {
-    let limit = libc::timespec { tv_sec: 0, tv_nsec: NAP };
-    futex(word, libc::FUTEX_WAIT, seen as u32, Some(&limit));
-}
-
-fn futex(word: Addr, operation: libc::c_int, value: u32, limit: Option<&libc::timespec>) {
-    let low = if cfg!(target_endian = "big") { word + 4 } else { word };
-    let limit = limit.map_or(std::ptr::null(), std::ptr::from_ref);
-    // SAFETY: a futex call takes any address: one that is not mapped is answered with EFAULT. The time limit outlives the call.
-    unsafe { libc::syscall(libc::SYS_futex, low, operation, value, limit, 0_usize, 0_u32) };
+    futex::nap(word, seen, NAP);
 }
 
 #[cfg(test)]

@@ -1,10 +1,16 @@
 //! A client that is killed in the middle of its work.
+#![allow(unsafe_code)] // a channel's socket is borrowed by its number
 
+use std::os::fd::{BorrowedFd, OwnedFd, RawFd};
+use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use millpond_allocator::driver::Stream;
 use millpond_ipc::client::ReceiveOptions;
 use millpond_ipc::wire::Role;
 use millpond_tests::sample::Sample;
+use rustix::event::{poll, PollFd, PollFlags, Timespec};
+use rustix::process::{pidfd_open, Pid, PidfdFlags};
 use serde_json::json;
 
 use super::bench::{at, text, Bench, Owner, Party, GIB, MIB, PATIENCE};
@@ -50,30 +56,11 @@ fn once(owner: &Owner, parent: &Party, (gpu, held): (bool, u64), turn: u8, sampl
     if parent.driver.stream_query(stream).map_err(text)? {
         return Err("the stream did not wait: the victim's work was over before it was killed".to_owned());
     }
+    let watch = watch(pid, victim.channel.raw_fd())?;
     let start = Instant::now();
     kill_now(pid)?;
-    let (mut is_gone, mut is_released, mut is_told) = (None, None, None);
-    while is_gone.is_none() || is_released.is_none() || is_told.is_none() {
-        let now = start.elapsed();
-        if is_gone.is_none() && ended(pid) {
-            is_gone = Some(now);
-        }
-        if is_released.is_none() && parent.driver.stream_query(stream).map_err(text)? {
-            is_released = Some(now);
-        }
-        if is_told.is_none() {
-            match parent.client.import_ready(tensor.import, Some(Duration::ZERO)) {
-                Ok(()) => return Err("the value of a killed producer counts as ready".to_owned()),
-                Err(error) if error.code() == "PeerDied" => is_told = Some(now),
-                Err(error) if error.code() == "Timeout" => {}
-                Err(error) => return Err(format!("the value of a killed producer: {error}")),
-            }
-        }
-        if now > Duration::from_secs(10) {
-            return Err(format!("10 s after the kill: process gone {is_gone:?}, stream released {is_released:?}, PeerDied {is_told:?}"));
-        }
-        std::thread::sleep(Duration::from_micros(50));
-    }
+    let (on, dead) = seen(parent, stream, tensor.import)?;
+    let end = watch.join().map_err(|_| "the watcher panicked".to_owned())??;
     victim.process.kill();
     // Our own hold keeps the dead one's chunks: let go, then they come back.
     parent.client.release(tensor.import).map_err(text)?;
@@ -107,10 +94,115 @@ fn once(owner: &Owner, parent: &Party, (gpu, held): (bool, u64), turn: u8, sampl
     parent.heap.trim(u64::MAX);
     parent.driver.stream_destroy(stream).map_err(text)?;
     let (gone, released, told, ledger, usable) = samples;
-    for (sample, took) in [(gone, is_gone), (released, is_released), (told, is_told), (ledger, Some(is_back)), (usable, Some(is_usable))] {
-        sample.add(took.unwrap_or_default());
+    let since = |at: Instant| at.saturating_duration_since(start);
+    for (sample, took) in [(gone, since(end.process)), (released, since(on)), (told, since(dead)), (ledger, is_back), (usable, is_usable)] {
+        sample.add(took);
     }
     Ok(())
+}
+
+/// SIGKILL, again and again, with a stream here that waits for the dead one's work: how long after the process is gone (its pidfd
+/// is readable) the stream goes on, and `PeerDied` can be had.
+pub(crate) fn release(bench: &Bench) -> Figures {
+    let held = if bench.gpu() { 4 * GIB } else { 256 * MIB };
+    let owner = bench.owner(&[])?;
+    let parent = owner.attach("parent", Role::Parent)?;
+    let stream = parent.driver.stream_create().map_err(text)?;
+    let (mut gone, mut closed, mut released, mut both, mut told) = Default::default();
+    let mut all: [&mut Sample; 5] = [&mut gone, &mut closed, &mut released, &mut both, &mut told];
+    let kills = bench.pick(5, 10);
+    for turn in 0..kills {
+        at(format_args!("kill {turn}"));
+        let mut victim = owner.worker(&parent, &format!("victim {turn}"))?;
+        // A second of fills, which a queue takes at once.
+        let ask = json!({ "op": "hog", "bytes": held, "fills": if bench.gpu() { 1000 } else { 30 } });
+        parent.send(&victim.channel, &ask.to_string(), &[])?;
+        let message = parent.receive(&victim.channel, PATIENCE)?;
+        let tensor = message.tensors.first().ok_or_else(|| format!("no tensor came: {}", message.tree))?;
+        parent.client.open_import(tensor.import, Some(stream), false, Some(PATIENCE)).map_err(text)?;
+        if parent.driver.stream_query(stream).map_err(text)? {
+            return Err("the stream did not wait: the victim's work was over before it was killed".to_owned());
+        }
+        let watch = watch(victim.process.pid(), victim.channel.raw_fd())?;
+        let start = Instant::now();
+        kill_now(victim.process.pid())?;
+        let (on, dead) = seen(&parent, stream, tensor.import)?;
+        let Ends { process, socket } = watch.join().map_err(|_| "the watcher panicked".to_owned())??;
+        let times = [(process, start), (socket, process), (on, process), (on, process.max(socket)), (dead, process)];
+        for (sample, (at, since)) in all.iter_mut().zip(times) {
+            sample.add(at.saturating_duration_since(since));
+        }
+        victim.process.kill();
+        parent.client.release(tensor.import).map_err(text)?;
+        parent.driver.stream_synchronize(stream).map_err(text)?;
+    }
+    Ok(json!({
+        "kills": kills, "gone_after_kill_ms": gone.json(1e6), "socket_end_after_gone_us": closed.json(1e3),
+        "released_after_gone_us": released.json(1e3), "released_after_both_us": both.json(1e3),
+        "peer_died_after_gone_us": told.json(1e3),
+    }))
+}
+
+/// When the stream went on, and when it could be known that the value never will be ready.
+fn seen(parent: &Party, stream: Stream, import: u64) -> Result<(Instant, Instant), String> {
+    let start = Instant::now();
+    let (mut on, mut dead) = (None, None);
+    loop {
+        if on.is_none() && parent.driver.stream_query(stream).map_err(text)? {
+            on = Some(Instant::now());
+        }
+        if dead.is_none() {
+            match parent.client.import_ready(import, Some(Duration::ZERO)) {
+                Ok(()) => return Err("the value of a killed producer counts as ready".to_owned()),
+                Err(error) if error.code() == "PeerDied" => dead = Some(Instant::now()),
+                Err(error) if error.code() == "Timeout" => {}
+                Err(error) => return Err(format!("the value of a killed producer: {error}")),
+            }
+        }
+        if let (Some(on), Some(dead)) = (on, dead) {
+            return Ok((on, dead));
+        }
+        if start.elapsed() > Duration::from_secs(10) {
+            return Err(format!("10 s after the kill: stream released {on:?}, PeerDied {dead:?}"));
+        }
+        // The owner may need this processor.
+        std::thread::yield_now();
+    }
+}
+
+/// When a process was gone (its pidfd was readable), and when nobody held the other end of a socket any more.
+#[derive(Debug)]
+struct Ends {
+    process: Instant,
+    socket: Instant,
+}
+
+/// A thread that says when a process and our channel to it have ended. The channel must stay.
+fn watch(pid: u32, channel: RawFd) -> Result<JoinHandle<Result<Ends, String>>, String> {
+    let pid = Pid::from_raw(pid as i32).ok_or("no pid")?;
+    let pidfd = pidfd_open(pid, PidfdFlags::empty()).map_err(text)?;
+    // SAFETY: a channel's socket, open as long as the channel is: here, for the moment of the duplication.
+    let channel = unsafe { BorrowedFd::borrow_raw(channel) }.try_clone_to_owned().map_err(text)?;
+    Ok(std::thread::spawn(move || {
+        let limit = Timespec { tv_sec: 20, tv_nsec: 0 };
+        let (mut process, mut socket) = (None, None);
+        loop {
+            // What has ended is not looked at again: it would end every wait.
+            let wanted: [(&OwnedFd, PollFlags, &mut Option<Instant>); 2] =
+                [(&pidfd, PollFlags::IN, &mut process), (&channel, PollFlags::empty(), &mut socket)];
+            let mut wanted: Vec<_> = wanted.into_iter().filter(|(_, _, seen)| seen.is_none()).collect();
+            let mut fds: Vec<_> = wanted.iter().map(|(fd, flags, _)| PollFd::new(*fd, *flags)).collect();
+            if poll(&mut fds, Some(&limit)).map_err(text)? == 0 {
+                return Err("the process, or its channel, did not end within 20 s".to_owned());
+            }
+            let now = Instant::now();
+            let ended: Vec<bool> = fds.iter().map(|fd| !fd.revents().is_empty()).collect();
+            wanted.iter_mut().zip(ended).filter(|(_, ended)| *ended).for_each(|((_, _, seen), _)| **seen = Some(now));
+            if let (Some(process), Some(socket)) = (process, socket) {
+                return Ok(Ends { process, socket });
+            }
+        }
+    }))
 }
 
 /// No late write of the dead: what was filled stays so.
@@ -127,13 +219,6 @@ fn check(parent: &Party, addr: u64, bytes: u64) -> Result<(), String> {
 }
 
 fn kill_now(pid: u32) -> Result<(), String> {
-    let pid = rustix::process::Pid::from_raw(pid as i32).ok_or("no pid")?;
+    let pid = Pid::from_raw(pid as i32).ok_or("no pid")?;
     rustix::process::kill_process(pid, rustix::process::Signal::KILL).map_err(text)
-}
-
-/// Whether a process has ended (a zombie has).
-fn ended(pid: u32) -> bool {
-    let state = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok();
-    let letter = state.as_deref().and_then(|stat| stat.rsplit_once(") ")).and_then(|(_, rest)| rest.chars().next());
-    matches!(letter, None | Some('Z' | 'X'))
 }

@@ -31,6 +31,7 @@ const PARTS: &[Part] = &[
     ("seams_6GiB", (20, 10), seams::six),
     ("seams_16GiB", (25, 10), seams::sixteen),
     ("kill", (30, 12), death::kill),
+    ("death", (40, 20), death::release),
     ("owner", (20, 8), owner::sixty_four),
 ];
 
