@@ -1,6 +1,7 @@
 """Encoding of arrays and tensors: the leaves of `_tree`. Each function gives the node, and tells the encoder the memory."""
 
 import base64
+import sys
 
 from . import _dtypes, _foreign, _memory, _native, _pinned, _ref, _streams, errors
 
@@ -96,10 +97,13 @@ def numpy_scalar(e, value, depth):
     return {"$": ["s", name, base64.b64encode(value.tobytes()).decode("ascii")]}
 
 
+#: Of these no tensor is a view that stands for another's conjugate or negative.
+_INTEGERS = frozenset(("bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64"))
+
+
 def torch_tensor(e, tensor, depth):
     """A torch tensor on the CPU or a GPU, without its gradient."""
-    import torch
-
+    torch = sys.modules["torch"]
     kind = type(tensor)
     if kind is not torch.Tensor and kind is not torch.nn.Parameter:
         tensor = _plain_tensor(torch, tensor)
@@ -107,13 +111,11 @@ def torch_tensor(e, tensor, depth):
         raise No("a nested tensor: send its parts")
     if tensor.layout is not torch.strided:
         raise No(f"a tensor of layout {tensor.layout}: send its parts (indices and values)")
-    if tensor.is_quantized:
-        raise No(f"a quantised tensor ({tensor.dtype}): send .int_repr() with its scale and zero point")
-    name = _dtypes.of_torch(tensor.dtype)
+    name = _dtypes.of_torch(tensor.dtype)  # of quantised ones none
     device = tensor.get_device()
     if not (tensor.is_cuda or tensor.is_cpu):
         raise No(f"a tensor on device {tensor.device}")
-    if tensor.is_conj() or tensor.is_neg():
+    if name not in _INTEGERS and (tensor.is_neg() or tensor.is_conj()):
         tensor = tensor.detach().resolve_conj().resolve_neg()
         e.out.copies += 1
         e.out.copied_bytes += tensor.numel() * tensor.element_size()
@@ -184,8 +186,6 @@ def _on_gpu(tensor):
 
 def hosted_reference(e, ref):
     """The same for a value that was received and not touched."""
-    import sys
-
     if "torch" not in sys.modules:
         raise No("a GPU value whose GPU tier is off, in a process without torch: nothing here can copy it to host memory")
     return hosted(e, ref.torch())
