@@ -11,6 +11,7 @@ mod grow;
 mod index;
 mod local;
 mod lock;
+mod merge;
 mod meter;
 mod miss;
 mod places;
@@ -56,7 +57,7 @@ pub struct HeapConfig {
     pub chunk_bytes: u64,
     /// The smallest growth.
     pub min_growth: u64,
-    /// A growth takes at least this part of what is reserved already (32: a 32nd), so that chunks get larger as the heap does.
+    /// A growth takes at least this part of what is reserved already (40: a 40th), so that chunks get larger as the heap does.
     pub growth_divisor: u64,
     /// A block of at least this size that does not fit gets a chunk of its own, exactly its size.
     pub own_chunk: u64,
@@ -66,7 +67,7 @@ pub struct HeapConfig {
 
 impl Default for HeapConfig {
     fn default() -> Self {
-        Self { chunk_bytes: 2 << 30, min_growth: 32 << 20, growth_divisor: 32, own_chunk: 64 << 20, drain: Duration::from_millis(500) }
+        Self { chunk_bytes: 2 << 30, min_growth: 24 << 20, growth_divisor: 40, own_chunk: 64 << 20, drain: Duration::from_millis(500) }
     }
 }
 
