@@ -50,6 +50,9 @@ use meter::Meter;
 use places::Place;
 use streams::Streams;
 
+/// Streams, and streams under graphs, whose tables are ready from the beginning: some 4 KiB each.
+const DOMAINS: usize = 16;
+
 /// Settings of a heap, in bytes.
 #[derive(Debug, Clone, Copy)]
 pub struct HeapConfig {
@@ -151,6 +154,7 @@ impl Heap {
             live: Live::default(),
             trim_wanted: 0,
         };
+        inner.tlsf.prepare_domains(DOMAINS);
         inner.add_place(streams::LIMBO, None);
         // Block sizes up to a chunk are served from one, so a chunk is a whole number of the device's units.
         let unit = driver.device().granularity.max(1);
@@ -238,7 +242,7 @@ impl Heap {
         }
         let place = inner.place(id, capturing);
         let number = inner.stream_of(place);
-        if inner.streams.due(number) {
+        if inner.streams.due(number) && !capturing {
             let _ = inner.streams.record(number, stream);
         }
         if bytes <= self.config.chunk_bytes {
@@ -265,7 +269,7 @@ impl Heap {
     /// whether torch has told us of the capture or not: it lives, so its handle will do. The legacy stream never captures.
     #[inline]
     fn identify(&self, stream: Stream) -> Result<(StreamId, bool), HeapError> {
-        if matches!(stream.0, 0 | 1) {
+        if is_legacy(stream) {
             return Ok((self.driver.stream_id(stream)?, false));
         }
         let id = self.driver.stream_identity(stream)?;
@@ -389,6 +393,11 @@ impl Heap {
             });
         }
     }
+}
+
+/// The legacy stream, which never captures, but which no call may be made of while a stream that it blocks does.
+const fn is_legacy(stream: Stream) -> bool {
+    matches!(stream.0, 0 | 1)
 }
 
 /// The identity of a stream while it captures: its handle, told from ids by a bit that those do not reach.
