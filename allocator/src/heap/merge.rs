@@ -19,6 +19,8 @@ use super::{Heap, Inner};
 const MOST: usize = 16;
 /// Free chunks are worth the exchange if they make up at least this part of the block (4: a quarter).
 const WORTH: u64 = 4;
+/// Looks at a device that is busy: some 50 µs, where a growth takes hundreds.
+const LOOKS: usize = 24;
 
 impl Heap {
     /// Gives up free chunks that a growth for a block of `exact` bytes of chunks is to replace. Returns how many bytes those were:
@@ -32,8 +34,8 @@ impl Heap {
             return 0;
         }
         if over < exact && busy > 0 {
-            // What is not known to be over may be so by now. If not, the next growth will know.
-            self.glance();
+            // What is not known to be over may be so by now, or soon. If not, the next growth will know.
+            let _ = self.glance() || self.look(LOOKS);
         }
         let taken = self.whole().take_for(exact, self.config.chunk_bytes);
         self.hand_back(taken)

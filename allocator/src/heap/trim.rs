@@ -70,7 +70,12 @@ impl Heap {
                 return false;
             }
         }
-        for _ in 0..GLANCES {
+        self.look(GLANCES)
+    }
+
+    /// Looks so many times whether the context-wide event that is in flight is over. True if it is.
+    pub(super) fn look(&self, times: usize) -> bool {
+        for _ in 0..times {
             if self.inner.lock().streams.poll_context() {
                 return true;
             }
