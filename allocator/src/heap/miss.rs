@@ -22,7 +22,8 @@ impl Heap {
     pub(super) fn miss(&self, mut request: Request) -> Result<Addr, HeapError> {
         // A capture that nobody announced: its stream must not be recorded, waited for or made to wait. Of others than the legacy
         // stream this is known by now.
-        request.capturing = request.capturing || (is_legacy(request.stream) && self.driver.stream_capture(request.stream)? != Capture::None);
+        request.capturing =
+            request.capturing || (is_legacy(request.stream) && self.driver.stream_capture(request.stream)? != Capture::None);
         self.source.reap();
         if let Some(addr) = self.search(request) {
             return Ok(addr);

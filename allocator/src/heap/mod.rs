@@ -1,17 +1,18 @@
 //! The heap: torch's blocks in this process's own window of one device, reused in stream order.
 //!
 //! Malloc and free are local: one lock, no message, no wait. On a miss the heap looks, in this order, at: what others have
-//! finished with (leases), what other streams have finished with, growth, what other streams will have finished with (the
-//! new stream waits on the GPU), and giving back what is free before it asks the owner once more. See [`Heap::allocate`].
+//! finished with (leases), what other streams have finished with, growth (in exchange for free chunks that are too small), what
+//! other streams will have finished with (the new stream waits on the GPU), and giving back what is free before it asks the owner
+//! once more. See [`Heap::allocate`].
 
 mod block;
 mod capture;
 mod error;
+mod exchange;
 mod grow;
 mod index;
 mod local;
 mod lock;
-mod merge;
 mod meter;
 mod miss;
 mod places;
