@@ -73,12 +73,17 @@ impl Heap {
         self.look(GLANCES)
     }
 
-    /// Looks so many times whether the context-wide event that is in flight is over. True if it is.
+    /// Looks so many times whether a context-wide event that is in flight is over. True if one is.
     pub(super) fn look(&self, times: usize) -> bool {
         for _ in 0..times {
-            if self.inner.lock().streams.poll_context() {
+            let mut inner = self.inner.lock();
+            if inner.streams.poll_context() {
                 return true;
             }
+            if !inner.streams.context_pending() {
+                return false;
+            }
+            drop(inner);
             (0..32).for_each(|_| std::hint::spin_loop());
         }
         false
