@@ -29,7 +29,14 @@ impl Heap {
         if capturing || exact > self.config.chunk_bytes {
             return 0;
         }
-        let (over, busy) = self.whole().idle_bytes(exact);
+        let (over, busy) = {
+            let inner = self.whole();
+            // Most heaps that grow have no chunk that is wholly free, and hundreds that are not.
+            if (inner.tlsf.free_granules() - inner.tlsf.split().1) * GRANULE < exact.div_ceil(WORTH) {
+                return 0;
+            }
+            inner.idle_bytes(exact)
+        };
         if over + busy < exact.div_ceil(WORTH) {
             return 0;
         }
