@@ -153,15 +153,17 @@ impl Slots {
 }
 
 impl Timelines {
-    /// Registers the memory with the driver, unless another device of this process has. It stays registered as long as the
-    /// process lives.
+    /// Registers the memory with the driver, unless another device of this process has. It stays registered, and so it stays mapped,
+    /// as long as the process lives: were it unmapped, what a later client maps at its addresses would count as registered, and a
+    /// GPU's signals would go to the pages of the one before.
     ///
     /// # Errors
     /// What the driver says.
     #[allow(unsafe_code)]
     pub fn new(driver: Arc<dyn Driver>, memory: Arc<dyn TimelineMemory>, slots: Arc<Slots>) -> Result<Self, DriverError> {
         let (start, bytes) = memory.range();
-        // SAFETY: the range belongs to `memory`, which self keeps, and a client keeps its Timelines for the process's life.
+        std::mem::forget(memory.clone());
+        // SAFETY: the range belongs to `memory`, which is never dropped.
         let base = match unsafe { driver.host_register(start, bytes) } {
             Err(error) if error.result() == Some(CuResult::HOST_MEMORY_ALREADY_REGISTERED) => driver.host_address(start)?,
             registered => registered?,

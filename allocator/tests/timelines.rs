@@ -34,3 +34,15 @@ fn devices_of_one_process_share_the_words() {
     drivers[1].stream_synchronize(streams[1]).unwrap();
     assert_eq!(timelines[1].reached(signals[0]).unwrap(), Reached::Yes);
 }
+
+/// A driver never learns that registered memory was unmapped. What is mapped there next would be taken for it.
+#[test]
+fn registered_memory_outlives_its_timelines() {
+    let platform = HostPlatform::new(HostConfig::default());
+    let driver = platform.driver(0).unwrap();
+    driver.attach_context().unwrap();
+    let words = Arc::new(Words::default());
+    let left = Arc::downgrade(&words);
+    drop(Timelines::new(driver, words, Arc::new(Slots::new(0, 8))).unwrap());
+    assert!(left.upgrade().is_some(), "still mapped, since it is still registered");
+}

@@ -48,10 +48,14 @@ class Received:
 
 
 _scan = json.JSONDecoder().raw_decode
+#: How a plain message begins: most do, and none has anything else in its header.
+_PLAIN, _PLAIN_HEADER = '[["m"],', ("m",)
 
 
 def _split(text):
     """`[header,body]`: the header parsed, the body as text."""
+    if text.startswith(_PLAIN) and text[-1] == "]":
+        return _PLAIN_HEADER, text[len(_PLAIN) : -1]
     try:
         header, end = _scan(text, 1)
         if text[0] != "[" or text[end] != "," or text[-1] != "]" or type(header) is not list:
@@ -66,10 +70,10 @@ _spare = []
 
 
 class _Decoder:
-    __slots__ = ("memories", "lazy", "import_torch", "inline", "json", "peer")
+    __slots__ = ("memories", "lazy", "import_torch", "inline", "scan", "peer")
 
     def __init__(self):
-        self.json = json.JSONDecoder(object_hook=self.hook)
+        self.scan = json.JSONDecoder(object_hook=self.hook).scan_once
 
     def decode(self, memories, lazy, text, peer=None):
         self.memories = memories
@@ -78,7 +82,12 @@ class _Decoder:
         self.inline = 0  # values in the message itself
         self.import_torch = "torch" in sys.modules or not _streams.gpus()
         try:
-            value = self.json.decode(text)
+            try:
+                value, end = self.scan(text, 0)
+            except StopIteration:
+                end = -1
+            if end != len(text):  # what we send has no blanks around it
+                raise ValueError("not JSON")
             if self.inline:
                 _native.count(b"received.inline", self.inline)
             return value
@@ -94,9 +103,11 @@ class _Decoder:
         return _TAGS[node[0]](self, node)
 
     def tensor(self, node):
-        _, kind, index, offset, name, shape, strides = node
+        tag, kind, index, offset, name, shape, strides = node
         row = _dtypes.BY_NAME.get(name) or _dtypes.lookup(name)
         shape = tuple(shape)
+        if tag == kind == "t" and index >= 0 and not strides and not self.lazy and "torch" in sys.modules:
+            return _memory.torch_contiguous(self.memories[index], offset, row, shape)
         strides = tuple(strides) if strides else None
         if index < 0:
             return self.nothing(kind, row, shape, offset)
@@ -109,7 +120,7 @@ class _Decoder:
                 if _ref.available("numpy") and (row.numpy or _ref.available("ml_dtypes")):
                     return _memory.numpy_view(memory, offset, row, shape, strides)
             elif kind == "t" and self.torch(memory.device):
-                view = _memory.torch_whole if node[0] == "t" else _memory.torch_view
+                view = _memory.torch_whole if tag == "t" else _memory.torch_view
                 return view(memory, offset, row, shape, strides)
         return _ref.Ref(memory, offset, row, shape, strides, kind)
 

@@ -1,6 +1,7 @@
 """`Memory`: one import or one block of ours, given back exactly once; and the arrays and tensors that lie over it."""
 
 import ctypes
+import sys
 
 from . import _dtypes, _native, _streams, errors
 
@@ -164,6 +165,25 @@ def torch_view(memory, offset, row, shape, strides):
     return whole.as_strided(shape, strides if strides is not None else contiguous_strides(shape), offset // size)
 
 
+def torch_contiguous(memory, offset, row, shape):
+    """`check_bounds` and `torch_whole` in one, for what most values are: C-contiguous and all there is of their memory."""
+    strides, count = [], 1
+    for n in reversed(shape):
+        if n < 0:
+            break
+        strides.append(count)
+        count *= n
+    else:
+        if count and 0 <= offset <= memory.nbytes - count * row.itemsize:
+            memory.touch()
+            address = memory.address + offset
+            if not address % row.itemsize:
+                strides.reverse()
+                return torch_over(memory, address, memory.device, row, shape, strides)
+    check_bounds(memory, offset, row, shape, None)
+    return torch_whole(memory, offset, row, shape, None)
+
+
 def torch_whole(memory, offset, row, shape, strides):
     """A torch tensor that takes the memory over: the fast path where one value is all there is."""
     memory.touch()
@@ -177,11 +197,16 @@ def _torch_import(memory, row, shape, strides, offset):
     return torch_over(memory, memory.address + offset, memory.device, row, shape, strides)
 
 
-def torch_over(memory, address, device, row, shape, strides):
-    """A torch tensor at an address that takes the memory over, wherever the address lies."""
+def _import_torch():
     import torch
 
-    if device >= 0 and not torch.cuda.is_initialized():
+    return torch
+
+
+def torch_over(memory, address, device, row, shape, strides):
+    """A torch tensor at an address that takes the memory over, wherever the address lies."""
+    torch = sys.modules.get("torch") or _import_torch()
+    if device >= 0 and not _streams.in_use():
         torch.cuda.init()
     if not memory.owned:
         raise errors.Closed("this value was already handed over")

@@ -24,12 +24,31 @@ KIND_IMPORT, KIND_BLOCK = 0, 1
 #: millpond_tensor: address, bytes, stream, import_, device, flags.
 TENSOR = struct.Struct("=QQQQiI")
 _Tensor = ctypes.c_char * TENSOR.size
+#: What `millpond_receive` puts before the tensors: their number, the sender.
+_HEAD = struct.Struct("=QQ").unpack_from
+#: Packs so many streams.
+_STREAMS = [struct.Struct(f"={n}Q").pack for n in range(9)]
+#: Of so many tensors `millpond_send` says in its result which were copied.
+_IN_RESULT = 62
+#: Messages up to this size need no memory of their own to be received.
+_BUFFER_BYTES = 16 << 10
 #: How long the main thread stays in one native wait before Python may handle a signal (Ctrl-C).
 _SLICE_MS = 200
 _FOR_EVER_MS = 1 << 40
 
 _lock = threading.Lock()
 _loaded = None
+#: Who is told of signals. After a fork it is whoever forked.
+_main_thread = threading.main_thread().ident
+
+
+def _forked():
+    global _main_thread
+    _main_thread = threading.get_ident()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forked)
 
 
 class _Message(ctypes.Structure):
@@ -49,8 +68,8 @@ _ptr, _size = ctypes.c_void_p, ctypes.c_size_t
 _BLOCKING = {
     "millpond_control": (_ptr, [ctypes.c_char_p]),
     "millpond_allocate": (_u64, [_i32, _u64, _u64]),
-    "millpond_send": (_i32, [_u64, ctypes.c_char_p, _size, _ptr, _size, _i64]),
-    "millpond_receive": (_i32, [_u64, _i64, _u32, _ptr, _size, ctypes.POINTER(ctypes.POINTER(_Message))]),
+    "millpond_send": (_i64, [_u64, ctypes.c_char_p, _size, ctypes.c_char_p, _size, _i64, _ptr]),
+    "millpond_receive": (_i64, [_u64, _i64, _u32, ctypes.c_char_p, _size, _ptr, _size, _ptr]),
     "millpond_import_open": (_i32, [_u64, _u64, _u32, _ptr]),
     "millpond_import_ready": (_i32, [_u64, _i64]),
     "millpond_adopt": (_i32, [_u64, _u64, _i64]),
@@ -142,7 +161,7 @@ def milliseconds(timeout):
 
 def in_slices(step, timeout):
     """Runs `step(timeout_ms)` until it does not time out. The main thread comes back for signals now and then."""
-    if threading.current_thread() is not threading.main_thread():
+    if threading.get_ident() != _main_thread:
         return step(_FOR_EVER_MS if timeout is None else milliseconds(timeout))
     end = None if timeout is None else time.monotonic() + timeout
     while True:
@@ -175,33 +194,55 @@ def count(counter, n=1, device=-1):
 
 
 def send(channel, tree, tensors, timeout_ms):
-    """Sends one message. `tensors`: tuples as in `TENSOR`. Returns the flags that came back, one for each."""
-    buffer = _packed(tensors)
-    if library().send(channel, tree, len(tree), buffer, len(tensors), timeout_ms) < 0:
+    """Sends one message. `tensors`: tuples as in `TENSOR`. Returns for each whether it was copied first (`COPIED` or 0)."""
+    count = len(tensors)
+    packed = TENSOR.pack(*tensors[0]) if count == 1 else b"".join([TENSOR.pack(*tensor) for tensor in tensors])
+    copied = (ctypes.c_ubyte * count)() if count > _IN_RESULT else None
+    bits = library().send(channel, tree, len(tree), packed, count, timeout_ms, copied)
+    if bits < 0:
         raise last_error("send")
-    return [t[5] for t in TENSOR.iter_unpack(buffer)] if tensors else []
+    if copied is not None:
+        return list(copied)
+    return [bits >> n & COPIED for n in range(count)] if bits else [0] * count
 
 
 def _packed(tensors):
-    if not tensors:
-        return None
-    buffer = ctypes.create_string_buffer(len(tensors) * TENSOR.size)
-    pack = TENSOR.pack_into
-    at = 0
-    for tensor in tensors:
-        pack(buffer, at, *tensor)
-        at += TENSOR.size
-    return buffer
+    """Tensors in memory that is written to."""
+    packed = b"".join([TENSOR.pack(*tensor) for tensor in tensors])
+    return ctypes.create_string_buffer(packed, len(packed)) if tensors else None
+
+
+class _Reading(threading.local):
+    """Where a thread's messages come to: one call fewer for each part of them."""
+
+    def __init__(self):
+        buffer = ctypes.create_string_buffer(_BUFFER_BYTES)
+        self.view = memoryview(buffer).cast("B")
+        self.at = ctypes.addressof(buffer)
+        self.out = _ptr()
+        self.out_at = ctypes.addressof(self.out)
+
+
+_reading = _Reading()
 
 
 def receive(channel, timeout_ms, flags, streams):
     """Receives one message: (tree as text, list of `TENSOR` tuples, sender)."""
     lib = library()
-    out = ctypes.POINTER(_Message)()
-    array = (_u64 * len(streams))(*streams) if streams else None
-    if lib.receive(channel, timeout_ms, flags, array, len(streams), ctypes.byref(out)) < 0:
-        raise last_error("receive")
-    return _unpacked(lib, out)
+    here = _reading
+    count = len(streams)
+    packed = _STREAMS[count](*streams) if count < len(_STREAMS) else struct.pack(f"={count}Q", *streams)
+    length = lib.receive(channel, timeout_ms, flags, packed, count, here.at, _BUFFER_BYTES, here.out_at)
+    if length <= 0:
+        if length:
+            raise last_error("receive")
+        return _unpacked(lib, ctypes.cast(here.out, ctypes.POINTER(_Message)))
+    view = here.view
+    count, sender = _HEAD(view)
+    if not count:
+        return str(view[16:length], "utf-8", "surrogatepass"), (), sender
+    end = 16 + count * TENSOR.size
+    return str(view[end:length], "utf-8", "surrogatepass"), list(TENSOR.iter_unpack(view[16:end])), sender
 
 
 def _unpacked(lib, out):

@@ -44,6 +44,11 @@ def all_current():
     return [_raw_stream(n) for n in range(_count)]
 
 
+def in_use():
+    """Whether torch uses CUDA in this process."""
+    return _raw_stream is not None or _find()
+
+
 def _find():
     """Whether torch uses CUDA in this process. It does not stop to: in a forked child nothing here works anyway."""
     global _raw_stream, _count

@@ -99,10 +99,11 @@ class _Encoder:
 
     def place(self, flags):
         """One range for each group of overlapping leaves; the nodes learn theirs."""
-        leaves, tensors = self.leaves, self.tensors
-        if len(leaves) > 1:
-            leaves.sort(key=_by_place)
-        streams = self.streams
+        leaves, tensors, streams = self.leaves, self.tensors, self.streams
+        if len(leaves) == 1:
+            _close(leaves, leaves[0][1], leaves[0][2], tensors, streams, flags)
+            return
+        leaves.sort(key=_by_place)
         device = low = high = None
         group = []
         for leaf in leaves:

@@ -32,6 +32,7 @@ class Channel(_calls.Calls):
         self._sending = threading.RLock()
         self._state = threading.Condition(threading.Lock())
         self._reading = False
+        self._waiting = 0  # threads that wait for the one that reads
         self._ended = None
         self._inbox = collections.deque()
         self._canaries = collections.deque()
@@ -131,14 +132,14 @@ class Channel(_calls.Calls):
 
     def _count(self, encoded, flags):
         """Counts a message that has left."""
-        if not (encoded.copies or encoded.hosted or encoded.inline or encoded.foreign or any(flag & _native.COPIED for flag in flags)):
+        if not (encoded.copies or encoded.hosted or encoded.inline or encoded.foreign or any(flags)):
             if flags:
                 self._tiers.add("arena", len(flags), sum(tensor[1] for tensor in encoded.tensors))
             return Sent(len(flags), 0, 0)
         copies, copied_bytes, ranges_bytes = encoded.copies, encoded.copied_bytes, 0
         for tensor, flag in zip(encoded.tensors, flags):
             ranges_bytes += tensor[1]
-            if flag & _native.COPIED:
+            if flag:
                 copies += 1
                 copied_bytes += tensor[1]
                 if tensor[4] >= 0:
@@ -198,8 +199,12 @@ class Channel(_calls.Calls):
                     raise type(self._ended)(*self._ended.args)
                 left = None if end is None else max(0.0, end - time.monotonic())
                 if self._reading:
-                    if not self._state.wait(left) and end is not None and time.monotonic() >= end:
-                        raise errors.Timeout(f"nothing came within {timeout} s")
+                    self._waiting += 1
+                    try:
+                        if not self._state.wait(left) and end is not None and time.monotonic() >= end:
+                            raise errors.Timeout(f"nothing came within {timeout} s")
+                    finally:
+                        self._waiting -= 1
                     continue
                 self._reading = True
                 self._state.release()
@@ -211,7 +216,8 @@ class Channel(_calls.Calls):
                 finally:
                     self._state.acquire()
                     self._reading = False
-                    self._state.notify_all()
+                    if self._waiting:
+                        self._state.notify_all()
                 if failure is not None:
                     if isinstance(failure, _ENDED):
                         self._ended = failure
@@ -277,7 +283,8 @@ class Channel(_calls.Calls):
             self._canaries.append(message)
         else:
             self._dispatch_call(message)
-        self._state.notify_all()
+        if self._waiting:
+            self._state.notify_all()
 
     def _end(self, reason):
         with self._state:

@@ -288,6 +288,26 @@ def test_a_thousand_tensors_in_one_message(arena, a):
     print(f"1,000 tensors there and back: {seconds * 1e3:.1f} ms")
 
 
+@pytest.mark.parametrize("count", [1, 2, 61, 62, 63, 64, 65, 130])
+def test_which_of_many_were_copied(arena, a, count):
+    """The library's word for it fits in a number up to 62 tensors: every third is not the arena's."""
+    np = pytest.importorskip("numpy")
+    values = [np.zeros(8) if i % 3 == 0 else arena.zeros(8, "float64") for i in range(count)]
+    before = a.tiers
+    assert len(a.call("echo", values, timeout=30)) == count
+    assert a.tiers["copy"] - before["copy"] == (count + 2) // 3
+    assert a.tiers["arena"] - before["arena"] == count - (count + 2) // 3
+
+
+@pytest.mark.parametrize("length", [16 << 10, (16 << 10) - 40, 1 << 20])
+def test_messages_around_and_over_what_a_thread_keeps_for_them(arena, a, length):
+    """One that does not fit comes by memory of its own; text in it of more than one byte a letter."""
+    value = {"text": "\N{LATIN SMALL LETTER E WITH ACUTE}" * (length // 2), "t": arena.zeros(8, "int64")}
+    value["t"][:] = 3
+    back = a.call("echo", value, timeout=30)
+    assert back["text"] == value["text"] and list(back["t"]) == [3] * 8
+
+
 def test_read_only(arena, a):
     t = arena.zeros(10)
     a.send(t, readonly=True)

@@ -492,6 +492,26 @@ def arena_of_worker(torch, nbytes):
 
 
 @test(host=True)
+def a_second_arena_in_one_process():
+    """An arena is closed and another opened, three times: the later ones' signals arrive, and values behind a long kernel are right.
+    (The driver remembers what was registered at an address after it was unmapped.)"""
+    for turn in range(3):
+        p = Parent(replace=False)
+        torch = p.torch
+        conn = p.worker(describer)
+        t = p.arena.empty((8 * MIB,), "uint8", device="cuda:0", kind="t") if GPU else arena_bytes(p, 8 * MIB)
+        t = t.torch() if hasattr(t, "torch") else t
+        for value in (7, 8):
+            sleep(torch)
+            t.fill_(value + turn)
+            equal(conn.send(t).copies, 0, "copies")
+            expected = fingerprint(torch, torch.full((8 * MIB,), value + turn, dtype=torch.uint8))
+            equal(conn.recv(timeout=20)[3], expected, f"arena {turn}")
+        del t
+        p.close()
+
+
+@test(host=True)
 def forwarded_untouched():
     """A sends to the parent, which forwards a lazy reference to B: mapped nowhere in between, right at B."""
     p = Parent(torch=False)

@@ -2,6 +2,7 @@
 # Builds what a GPU machine without Rust needs and lays it out in .carry/ (or DEST):
 #   bin/millpond, bin/millpond-conformance, bin/millpond-micro   the programs
 #   python/millpond/ with libmillpond_torch.so inside            the package
+#   benches/traces/                                               the traces that bench replays
 #   gpu/                                                          these scripts
 # usage: tests/gpu/pack.sh [DEST]        PROFILE=dev: not optimised, for trying the scripts out
 set -eu
@@ -19,6 +20,8 @@ find "$dest/python" -name __pycache__ -type d -prune -exec rm -rf {} +
 cp "$target/millpond" "$target/millpond-conformance" "$target/millpond-micro" "$dest/bin/"
 cp "$target/libmillpond_torch.so" "$dest/python/millpond/"
 cp -r tests/gpu "$dest/gpu"
+mkdir "$dest/benches"
+cp -r benches/traces "$dest/benches/"
 # Probes that need neither nvcc nor CUDA's headers, where a C++ compiler is.
 if command -v c++ > /dev/null; then
     c++ -O2 -static-libstdc++ -static-libgcc -x c++ tests/gpu/probes/kill_probe.cu -o "$dest/bin/kill_probe" -ldl

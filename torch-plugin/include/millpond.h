@@ -211,27 +211,34 @@ uint64_t millpond_allocate(int32_t device,
 // Frees a block of [`millpond_allocate`].
 int32_t millpond_deallocate(uint64_t address);
 
-// Sends one message with all its tensors. Every hold is made before the frame leaves. Sets `MILLPOND_COPIED` in place.
+// Sends one message with all its tensors. Every hold is made before the frame leaves. Returns which of the first 62 tensors were copied
+// into the arena first, a bit each; `copied`, if it is not null, gets a byte each, 1 for those. -1 and the last error where nothing
+// was sent.
 //
 // # Safety
-// `tree` has `tree_bytes` bytes, `tensors` has `count` entries.
-int32_t millpond_send(uint64_t number,
+// `tree` has `tree_bytes` bytes, `tensors` has `count` entries (it need not be aligned), `copied` is null or has room for `count` bytes.
+int64_t millpond_send(uint64_t number,
                       const char *tree,
                       uintptr_t tree_bytes,
-                      struct millpond_tensor *tensors,
+                      const struct millpond_tensor *tensors,
                       uintptr_t count,
-                      int64_t timeout_ms);
+                      int64_t timeout_ms,
+                      uint8_t *copied);
 
 // Receives one message. `streams[i]`: the stream of GPU ordinal i that later work will use (missing: the legacy default);
-// it is made to wait for READY. CPU values are waited for here.
+// it is made to wait for READY. CPU values are waited for here. A message that fits goes to `buffer`: the number of its tensors and the
+// sender's slot (8 bytes each), the tensors, the tree; its length is returned. Of one that does not, `out` is set and 0 returned. -1
+// and the last error where there is none.
 //
 // # Safety
-// `streams` has `stream_count` entries, `out` may be written.
-int32_t millpond_receive(uint64_t number,
+// `streams` is null or has `stream_count` entries (it need not be aligned), `buffer` is null or has room for `capacity` bytes, `out` may be written.
+int64_t millpond_receive(uint64_t number,
                          int64_t timeout_ms,
                          uint32_t flags,
                          const uint64_t *streams,
                          uintptr_t stream_count,
+                         uint8_t *buffer,
+                         uintptr_t capacity,
                          struct millpond_message **out);
 
 // Frees a message's buffers, not its imports. Null is nothing.

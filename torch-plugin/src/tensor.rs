@@ -149,20 +149,26 @@ pub(crate) fn deallocate(address: u64) -> Result<()> {
     Ok(state::client()?.free(address)?)
 }
 
-/// Sends one message with all its tensors. Every hold is made before the frame leaves. Sets `MILLPOND_COPIED` in place.
+/// How many tensors [`millpond_send`] can speak of in what it returns.
+const IN_RESULT: usize = 62;
+
+/// Sends one message with all its tensors. Every hold is made before the frame leaves. Returns which of the first 62 tensors were copied
+/// into the arena first, a bit each; `copied`, if it is not null, gets a byte each, 1 for those. -1 and the last error where nothing
+/// was sent.
 ///
 /// # Safety
-/// `tree` has `tree_bytes` bytes, `tensors` has `count` entries.
+/// `tree` has `tree_bytes` bytes, `tensors` has `count` entries (it need not be aligned), `copied` is null or has room for `count` bytes.
 #[no_mangle]
 pub unsafe extern "C" fn millpond_send(
     number: u64,
     tree: *const c_char,
     tree_bytes: usize,
-    tensors: *mut millpond_tensor,
+    tensors: *const millpond_tensor,
     count: usize,
     timeout_ms: i64,
-) -> i32 {
-    guard(FAILED, || {
+    copied: *mut u8,
+) -> i64 {
+    guard(i64::from(FAILED), || {
         if tree.is_null() || (tensors.is_null() && count > 0) {
             return Err(ApiError::argument("tree or tensors is null"));
         }
@@ -170,12 +176,14 @@ pub unsafe extern "C" fn millpond_send(
         let tree = unsafe { std::slice::from_raw_parts(tree.cast::<u8>(), tree_bytes) };
         let tree: Box<serde_json::value::RawValue> =
             serde_json::from_slice(tree).map_err(|error| ApiError::argument(format!("the tree is not JSON: {error}")))?;
-        // SAFETY: by this function's contract; a null pointer was refused above unless count is 0.
-        let tensors = if count == 0 { &mut [] } else { unsafe { std::slice::from_raw_parts_mut(tensors, count) } };
-        let outgoing = outgoing(tensors);
-        let copied = state::client()?.send(&*channel(number)?, tree, &outgoing, timeout(timeout_ms))?;
-        mark(tensors, &copied);
-        Ok(0)
+        // SAFETY: by this function's contract; every pattern of bits is a tensor.
+        let tensors: Vec<_> = (0..count).map(|n| unsafe { tensors.add(n).read_unaligned() }).collect();
+        let made = state::client()?.send(&*channel(number)?, tree, &outgoing(&tensors), timeout(timeout_ms))?;
+        if !copied.is_null() {
+            // SAFETY: by this function's contract.
+            made.iter().enumerate().for_each(|(n, made)| unsafe { *copied.add(n) = u8::from(*made) });
+        }
+        Ok(made.iter().take(IN_RESULT).enumerate().map(|(n, made)| i64::from(*made) << n).sum())
     })
 }
 
@@ -221,9 +229,12 @@ fn of(incoming: &Incoming, client: &millpond_ipc::client::Client) -> millpond_te
     }
 }
 
-pub(crate) fn pack(message: Message, sender: u64, client: &millpond_ipc::client::Client) -> *mut millpond_message {
-    let tensors: Vec<millpond_tensor> = message.tensors.iter().map(|incoming| of(incoming, client)).collect();
-    let mut owned = Box::new(Owned { tree: Box::<str>::from(message.tree).into_string(), tensors });
+pub(crate) fn of_message(message: &Message, client: &millpond_ipc::client::Client) -> Vec<millpond_tensor> {
+    message.tensors.iter().map(|incoming| of(incoming, client)).collect()
+}
+
+pub(crate) fn pack(tree: Box<serde_json::value::RawValue>, tensors: Vec<millpond_tensor>, sender: u64) -> *mut millpond_message {
+    let mut owned = Box::new(Owned { tree: Box::<str>::from(tree).into_string(), tensors });
     let packed = millpond_message {
         tree: owned.tree.as_ptr().cast(),
         tree_bytes: owned.tree.len(),
@@ -236,10 +247,12 @@ pub(crate) fn pack(message: Message, sender: u64, client: &millpond_ipc::client:
 }
 
 /// Receives one message. `streams[i]`: the stream of GPU ordinal i that later work will use (missing: the legacy default);
-/// it is made to wait for READY. CPU values are waited for here.
+/// it is made to wait for READY. CPU values are waited for here. A message that fits goes to `buffer`: the number of its tensors and the
+/// sender's slot (8 bytes each), the tensors, the tree; its length is returned. Of one that does not, `out` is set and 0 returned. -1
+/// and the last error where there is none.
 ///
 /// # Safety
-/// `streams` has `stream_count` entries, `out` may be written.
+/// `streams` is null or has `stream_count` entries (it need not be aligned), `buffer` is null or has room for `capacity` bytes, `out` may be written.
 #[no_mangle]
 pub unsafe extern "C" fn millpond_receive(
     number: u64,
@@ -247,14 +260,17 @@ pub unsafe extern "C" fn millpond_receive(
     flags: u32,
     streams: *const u64,
     stream_count: usize,
+    buffer: *mut u8,
+    capacity: usize,
     out: *mut *mut millpond_message,
-) -> i32 {
-    guard(FAILED, || {
+) -> i64 {
+    guard(i64::from(FAILED), || {
         if out.is_null() {
             return Err(ApiError::argument("out is null"));
         }
+        let stream_count = if streams.is_null() { 0 } else { stream_count };
         // SAFETY: by this function's contract.
-        let streams = if streams.is_null() { &[] } else { unsafe { std::slice::from_raw_parts(streams, stream_count) } };
+        let streams: Vec<u64> = (0..stream_count).map(|n| unsafe { streams.add(n).read_unaligned() }).collect();
         let on = |info: &DeviceInfo| match info.id.host_number() {
             Some(_) => None,
             None => Some(Stream(streams.get(info.ordinal as usize).copied().unwrap_or(0))),
@@ -262,15 +278,26 @@ pub unsafe extern "C" fn millpond_receive(
         let options = ReceiveOptions { timeout: timeout(timeout_ms), lazy: flags & LAZY != 0, wait: flags & WAIT != 0, stream: &on };
         let (client, channel) = (state::client()?, channel(number)?);
         let message = client.receive(&channel, &options)?;
-        let packed = pack(message, u64::from(channel.peer().client), &client);
+        let mut tensors = of_message(&message, &client);
         if flags & (LAZY | EAGER) == LAZY | EAGER {
-            // SAFETY: just made; its owner is not shared yet.
-            let tensors = unsafe { &mut (*(*packed).owned).tensors };
-            tensors.iter_mut().filter(|tensor| tensor.import_ != 0).for_each(|tensor| open_now(&client, tensor, streams));
+            tensors.iter_mut().filter(|tensor| tensor.import_ != 0).for_each(|tensor| open_now(&client, tensor, &streams));
         }
-        // SAFETY: by this function's contract.
-        unsafe { *out = packed };
-        Ok(0)
+        let (sender, tree) = (u64::from(channel.peer().client), message.tree.get());
+        let bytes = 16 + tensors.len() * size_of::<millpond_tensor>() + tree.len();
+        if buffer.is_null() || bytes > capacity {
+            // SAFETY: by this function's contract.
+            unsafe { *out = pack(message.tree, tensors, sender) };
+            return Ok(0);
+        }
+        // SAFETY: by this function's contract, and `bytes` are what is written: two numbers, the tensors, the tree.
+        unsafe {
+            buffer.cast::<u64>().write_unaligned(tensors.len() as u64);
+            buffer.cast::<u64>().add(1).write_unaligned(sender);
+            let at = buffer.add(16).cast::<millpond_tensor>();
+            tensors.iter().enumerate().for_each(|(n, tensor)| at.add(n).write_unaligned(*tensor));
+            at.add(tensors.len()).cast::<u8>().copy_from_nonoverlapping(tree.as_ptr(), tree.len());
+        }
+        Ok(bytes as i64)
     })
 }
 

@@ -6,7 +6,7 @@ use std::ptr::null_mut;
 
 use crate::error::{give, guard, ApiError, Result, FAILED};
 use crate::state;
-use crate::tensor::{mark, millpond_message, millpond_tensor, outgoing, pack};
+use crate::tensor::{mark, millpond_message, millpond_tensor, of_message, outgoing, pack};
 
 /// Asked of a ticket: it may be redeemed any number of times, until it is cancelled.
 pub const MANY: u32 = 1;
@@ -51,8 +51,9 @@ pub unsafe extern "C" fn millpond_redeem(ticket: *const c_char, bytes: usize, ou
         let client = state::client()?;
         // SAFETY: by this function's contract.
         let message = client.redeem(unsafe { text(ticket, bytes) }?)?;
+        let tensors = of_message(&message, &client);
         // SAFETY: by this function's contract.
-        unsafe { *out = pack(message, u64::from(u32::MAX), &client) };
+        unsafe { *out = pack(message.tree, tensors, u64::from(u32::MAX)) };
         Ok(0)
     })
 }

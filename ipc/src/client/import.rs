@@ -79,6 +79,8 @@ struct Parting {
     claimed: bool,
     /// A context-wide event covers it. That may stand behind streams that have nothing to do with it: a signal may be sooner.
     batched: bool,
+    /// It was there at the last look already.
+    seen: bool,
     bytes: u64,
     window: u32,
     offset: u64,
@@ -197,6 +199,7 @@ impl Imports {
             signals: Vec::new(),
             claimed: false,
             batched: false,
+            seen: false,
             bytes: import.bytes,
             window: import.window,
             offset: import.offset,
@@ -293,8 +296,10 @@ impl Imports {
                 self.finish(p.hold, None);
                 self.waiting.fetch_sub(1, Ordering::Relaxed);
             } else if p.device == opened.index && !p.batched && !p.streams.is_empty() {
-                p.batched = true;
-                left.push(p.id);
+                // Where messages come and go, the next one's signal covers it before the second look, and no event is needed.
+                p.batched = p.seen;
+                p.seen = true;
+                left.extend(p.batched.then_some(p.id));
             }
             !done
         });

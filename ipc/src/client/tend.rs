@@ -20,8 +20,8 @@ use crate::wire::{Ask, FrameReader, Peer, Request};
 const IDLE: Duration = Duration::from_millis(200);
 /// While others hold blocks of ours.
 const LENT: Duration = Duration::from_millis(20);
-/// While something waits to be let go.
-const PARTING: Duration = Duration::from_millis(2);
+/// While something waits to be let go: what two looks see gets an event of its own.
+const PARTING: Duration = Duration::from_millis(1);
 
 pub(super) fn start(client: &Arc<Client>, reader: FrameReader, on_owner_death: OnOwnerDeath) -> Result<(), Error> {
     let (sender, notices) = channel();

@@ -4,4 +4,6 @@ Each way of having memory, or of handing it over, is a *mode*: a process of its 
 them are alive from the start, on one CPU, and measured in many short slices, ours and another's in turn. What is compared is the
 ratio of two neighbouring slices, and what is said is the median of those over the rounds, with its quartiles: a machine whose
 clocks change in between changes both.
+
+`replay` also says how much each allocator reserves for a trace, and how long its single calls take: a slice there is a whole trace.
 """

@@ -104,12 +104,12 @@ def counted(run, share=1):
     return case
 
 
-def prepare(mode, work):
+def prepare(mode, work, limit="30%"):
     """Puts the mode's allocator under torch; what must stay alive."""
     if mode == "ours":
         import millpond
 
-        arena = millpond.Arena(driver="cuda", limit="30%")
+        arena = millpond.Arena(driver="cuda", limit=limit)
         millpond.torch.install()
         return arena
     if mode == "bump":

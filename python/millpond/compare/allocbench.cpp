@@ -2,6 +2,8 @@
 #include <c10/cuda/CUDACachingAllocator.h>
 #include <chrono>
 #include <cstdint>
+#include <exception>
+#include <string>
 #include <thread>
 #include <vector>
 using Clock = std::chrono::steady_clock;
@@ -51,3 +53,18 @@ extern "C" double bench_threads(size_t bytes, int count, const uint64_t* streams
   for (int t = 0; t < threads; t++) { running[t].join(); sum += took[t]; }
   return sum / threads;
 }
+
+// For replaybench.cpp: the calls as functions that do not throw; what was thrown last is kept.
+static std::string thrown;
+extern "C" void* torch_malloc(size_t bytes, int, void* stream) {
+  try {
+    return allocator()->raw_alloc_with_stream(bytes, (cudaStream_t)stream);
+  } catch (const std::exception& e) {
+    thrown = e.what();
+  } catch (...) {
+    thrown = "something was thrown that is no std::exception";
+  }
+  return nullptr;
+}
+extern "C" void torch_free(void* pointer, size_t, int, void*) { allocator()->raw_delete(pointer); }
+extern "C" const char* torch_thrown() { return thrown.c_str(); }

@@ -1,4 +1,4 @@
-"""Compiles the two small C++ libraries that the allocation part uses, as far as this machine can."""
+"""Compiles the small C++ libraries that allocation and replays use, as far as this machine can."""
 
 import glob
 import importlib.util
@@ -10,24 +10,26 @@ import time
 HERE = os.path.dirname(os.path.abspath(__file__))
 
 
-def build(work, notes, seconds=100):
-    """Puts libbump.so and liballocbench.so into `work`; what did not go is in `notes`. The path of libbump.so, or None."""
+def build(work, notes, wanted=("bump", "allocbench", "replaybench"), seconds=100):
+    """Puts libNAME.so of those wanted into `work`; what did not go is in `notes`. The names of those that are there."""
     compiler = shutil.which("g++") or shutil.which("c++")
     if compiler is None:
-        notes["build"] = "no C++ compiler: the bump allocator and the calls through C++ are not measured"
-        return None
-    bump = os.path.join(work, "libbump.so")
-    source = os.path.join(HERE, "bump.cpp")
-    made = _attempt("bump", [compiler, "-O2", "-std=c++17", "-shared", "-fPIC", "-o", bump, source, "-ldl"], notes, seconds)
+        if wanted:
+            notes["build"] = "no C++ compiler: the bump allocator, calls through C++ and replays are not measured"
+        return set()
+    return {name for name in wanted if any(_attempt(name, command, notes, seconds) for command in _commands(name, compiler, work))}
+
+
+def _commands(name, compiler, work):
+    """What may compile a library, the first that does."""
+    common = ["-O2", "-shared", "-fPIC", "-o", os.path.join(work, f"lib{name}.so"), os.path.join(HERE, name + ".cpp")]
+    if name != "allocbench":
+        return [[compiler, "-std=c++17", *common, "-ldl"]]
     if importlib.util.find_spec("torch") is None:
-        return bump if made else None
+        return []
     include, lib = _torch_folders()
-    for standard in ("c++17", "c++20"):
-        command = [compiler, "-O2", f"-std={standard}", "-shared", "-fPIC", "-w", *(f"-I{folder}" for folder in include)]
-        command += ["-o", os.path.join(work, "liballocbench.so"), os.path.join(HERE, "allocbench.cpp"), f"-L{lib}", "-lc10_cuda", "-lc10"]
-        if _attempt("allocbench", command, notes, seconds):
-            break
-    return bump if made else None
+    torch = ["-w", *(f"-I{folder}" for folder in include), *common, f"-L{lib}", "-lc10_cuda", "-lc10"]
+    return [[compiler, f"-std={standard}", *torch] for standard in ("c++17", "c++20")]
 
 
 def _torch_folders():
@@ -38,6 +40,8 @@ def _torch_folders():
     home = os.environ.get("CUDA_HOME") or (os.path.dirname(os.path.dirname(os.path.realpath(nvcc))) if nvcc else "/usr/local/cuda")
     # The compiler's own first: torch's wheels may lack some of CUDA's headers.
     include.insert(0, os.path.join(home, "include"))
+    # What the wheels lack, triton brings.
+    include.append(os.path.join(os.path.dirname(root), "triton", "backends", "nvidia", "include"))
     return [folder for folder in include if os.path.isdir(folder)], os.path.join(root, "lib")
 
 

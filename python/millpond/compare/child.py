@@ -1,4 +1,5 @@
-"""One mode's process: it comes up, says which cases it has, and measures a slice of one for each line that it reads."""
+"""One mode's process: it comes up, says which cases it has, and measures a slice of one for each line that it reads. Where a
+section has more to tell than times, it is asked for that at the end."""
 
 import json
 import os
@@ -17,6 +18,9 @@ def main():
         for line in sys.stdin:
             asked = json.loads(line)
             try:
+                if "report" in asked:
+                    say(answers, {"report": bench.report()})
+                    continue
                 n, ns = bench.cases[asked["case"]](asked["ms"])
                 say(answers, {"n": n, "ns": ns})
             except Exception as e:
@@ -41,6 +45,10 @@ def make(settings):
         from .allocation import Allocation
 
         return Allocation(settings)
+    if section == "replay":
+        from .replay import Replay
+
+        return Replay(settings)
     from .handoff import Handoff
 
     return Handoff(settings)

@@ -9,16 +9,17 @@ import sys
 import tempfile
 import time
 
-from . import conductor, modes, plot, report
+from . import conductor, modes, plot, report, traces
 from .build import build
 
 EPILOG = """\
 modes:
 {modes}
 
-Examples: what this machine can; the hand-offs alone, longer; tables and plots of an earlier run.
+Examples: what this machine can; the hand-offs alone, longer; traces of one's own; tables and plots of an earlier run.
   $ millpond bench compare --out compared
   $ millpond bench compare --driver cuda -- handoff --rounds 100
+  $ millpond bench compare -- replay --traces traces/ training.csv.gz
   $ python3 -m millpond.compare --report compared/compare.json --out compared
 
 With --out DIR: compare.json, compare.md, an SVG for each section, a PNG where matplotlib is. What cannot run here is named."""
@@ -36,10 +37,13 @@ def parse(arguments):
     parser.add_argument("sections", nargs="*", metavar="SECTION", help=f"of {', '.join(modes.MODES)} (default: all of the driver's)")
     parser.add_argument("--driver", choices=("auto", "cuda", "host"), default="auto", help="whose memory (default: a GPU's where there is one)")
     parser.add_argument("--modes", metavar="A,B", help="only these, with ours always among them")
-    parser.add_argument("--rounds", type=int, metavar="N", help="rounds of slices (default 40; --quick 12)")
+    parser.add_argument("--rounds", type=int, metavar="N", help="rounds of slices (default 40; --quick 12; replay: at most 5; 2)")
     parser.add_argument("--slice-ms", type=float, default=10.0, metavar="MS", help="length of a slice (default 10)")
     parser.add_argument("--seconds", type=float, metavar="S", help="end by then, with the rounds that are done (default 180; --quick 40)")
     parser.add_argument("--cpu", type=int, metavar="N", help="the CPU that all run on (default: the last that we may use)")
+    parser.add_argument(
+        "--traces", nargs="+", action="extend", metavar="PATH", help="replay: files and folders of traces, as millpond replay reads (default: the project's own)"
+    )
     parser.add_argument("--quick", action="store_true", help="fewer rounds and cases, and less to be trusted")
     parser.add_argument("--out", metavar="DIR", help="write compare.json, compare.md and the plots there")
     parser.add_argument("--json", nargs="?", const="-", metavar="FILE", help="JSON instead of the tables (to a FILE: beside them)")
@@ -56,6 +60,10 @@ def parse(arguments):
     options.cpu = max(allowed) if options.cpu is None else options.cpu
     if options.cpu not in allowed:
         parser.error(f"--cpu {options.cpu}: we may run on {sorted(allowed)}")
+    try:
+        options.traces = traces.find(options.traces) if options.traces else traces.default()
+    except traces.TraceError as e:
+        parser.error(f"--traces: {e}")
     options.rounds = options.rounds or (12 if options.quick else 40)
     options.seconds = options.seconds or (40.0 if options.quick else 180.0)
     return options
@@ -94,19 +102,21 @@ def compare(options, say):
         "figures": {},
     }
     with tempfile.TemporaryDirectory(prefix="millpond-compare-") as work:
-        builds = "allocation" in sections and modes.no_gpu() is None
-        bump = build(work, found["notes"]) if builds else None
+        if "replay" in sections and not options.traces:
+            sections = [section for section in sections if section != "replay"]
+            found["cannot"]["replay"] = "no traces here: name some with --traces (they lie in benches/traces of the repository)"
+        built = build(work, found["notes"], wanted(sections, options.driver))
         started = {}
         try:
             for section in sections:
-                started[section] = start(section, options, work, bump, found["cannot"])
+                started[section] = start(section, options, work, built, found["cannot"])
             # All are up before any is measured: what comes up disturbs.
             soon = time.monotonic() + 0.6 * (end - time.monotonic())
             measured = {section: conductor.come_up(started[section], options, soon) for section in sections}
             for number, section in enumerate(sections):
                 say(f"{section}: {', '.join(p.mode for p in measured[section].up) or 'nothing can run here'}")
                 until = time.monotonic() + (end - time.monotonic()) / (len(sections) - number)
-                conductor.measure(measured[section], options, until, say)
+                conductor.measure(measured[section], options, until, say, most(section, options))
                 summary(section, measured[section], found)
                 conductor.stop(started.pop(section))
                 conclude(found)
@@ -118,13 +128,27 @@ def compare(options, say):
     return found
 
 
-def start(section, options, work, bump, cannot):
+def wanted(sections, driver):
+    """The libraries that the sections need here."""
+    names = ["replaybench"] if "replay" in sections else []
+    if driver == "cuda" and modes.no_gpu() is None:
+        names += ["bump"] if "allocation" in sections else []
+        names += ["allocbench"] if {"allocation", "replay"} & set(sections) else []
+    return names
+
+
+def most(section, options):
+    """The rounds that a section takes at most; None: as many as asked for."""
+    return modes.ENOUGH[section][0 if options.quick else 1] if section in modes.ENOUGH else None
+
+
+def start(section, options, work, built, cannot):
     """The section's processes; those that cannot be are named."""
     processes = []
     for mode in modes.MODES[section]:
         if options.modes and mode not in options.modes and mode != "ours":
             continue
-        why = modes.cannot(section, mode, bump)
+        why = modes.cannot(section, mode, built, options.driver)
         if why is None:
             processes.append(conductor.Process(section, mode, options, work))
         else:
@@ -135,6 +159,8 @@ def start(section, options, work, bump, cannot):
 def summary(section, measured, found):
     """Enters what a section came to."""
     found["sections"][section] = {"cases": measured.pairs.table(), "rounds": measured.rounds, "failed": measured.failed}
+    if section == "replay":
+        found["sections"][section]["traces"] = conductor.reports(measured)
     found["notes"].update({f"{section} {key}": value for key, value in measured.notes.items()})
 
 

@@ -23,6 +23,7 @@ class Process:
         self.section, self.mode = section, mode
         self.cases, self.notes = [], {}
         settings = {"section": section, "mode": mode, "driver": options.driver, "quick": options.quick, "work": work}
+        settings["traces"] = getattr(options, "traces", None) or []
         self._process = subprocess.Popen(
             [sys.executable, "-m", "millpond.compare.child", json.dumps(settings)],
             env=modes.environment(mode),
@@ -80,13 +81,20 @@ class Process:
 
     def slice(self, case, ms, seconds=30.0):
         """One slice: nanoseconds an operation."""
+        answer = self._ask({"case": case, "ms": ms}, seconds)
+        return answer["ns"] / answer["n"]
+
+    def report(self, seconds=30.0):
+        """What it found beside times: {case: figures}."""
+        return self._ask({"report": True}, seconds)["report"]
+
+    def _ask(self, what, seconds):
         try:
-            self._process.stdin.write(json.dumps({"case": case, "ms": ms}) + "\n")
+            self._process.stdin.write(json.dumps(what) + "\n")
             self._process.stdin.flush()
         except OSError:
             pass  # the answer says that it ended
-        answer = self._answer(seconds)
-        return answer["ns"] / answer["n"]
+        return self._answer(seconds)
 
     def hang_up(self):
         """Tells it to end."""
@@ -189,20 +197,33 @@ def come_up(processes, options, end):
     return found
 
 
-def measure(found, options, end, say):
-    """Slices of all processes that are up, ours first among them, until the rounds are done or the time is up."""
+def measure(found, options, end, say, most=None):
+    """Slices of all processes that are up, ours first among them, until the rounds (at most `most`) are done or the time is up."""
+    rounds = min(options.rounds, most or options.rounds)
     up = found.up
     ours = next((p for p in up if p.mode == "ours"), None)
     cases = list(dict.fromkeys(case for p in up for case in p.cases))
     for process in up:  # each case once, unmeasured: caches fill, what cannot be is found
         for case in list(process.cases):
             _warm(process, case, options, found, end)
-    while found.rounds < options.rounds and time.monotonic() < end:
+    while found.rounds < rounds and time.monotonic() < end:
         for case in cases:
             _round(case, ours, up, options, found, found.rounds)
         found.rounds += 1
         if found.rounds % 10 == 0:
-            say(f"  round {found.rounds} of {options.rounds}")
+            say(f"  round {found.rounds} of {rounds}")
+
+
+def reports(found):
+    """What the processes that are up have to tell beside times: {case: {mode: figures}}."""
+    told = {}
+    for process in found.up:
+        try:
+            for case, figures in process.report().items():
+                told.setdefault(case, {})[process.mode] = figures
+        except Failed as e:
+            _note(process, "report", e, found)
+    return told
 
 
 def _warm(process, case, options, found, end):

@@ -15,6 +15,15 @@ MODES = {
         "rmm-async": "RMM's cudaMallocAsync through rmm_torch_allocator",
         "bump": "a pluggable allocator that only moves a pointer: the floor",
     },
+    "replay": {
+        "ours": "millpond.torch.install(); with --driver host the library alone",
+        "native": "torch's caching allocator, as it comes",
+        "expandable": "torch with expandable_segments:True",
+        "async": "torch with backend:cudaMallocAsync",
+        "rmm-pool": "RMM's pool, which grows from nothing",
+        "rmm-arena": "RMM's arena, of twice what is live at the peak",
+        "rmm-async": "RMM's cudaMallocAsync",
+    },
     "handoff": {
         "ours": "millpond: a torch tensor as an offset, by a channel",
         "mp-native": "torch.multiprocessing.Queue over CUDA IPC, native allocator",
@@ -36,6 +45,11 @@ CONF = {
     "mp-expandable": "expandable_segments:True",
 }
 
+NO_COMPILER = "needs a C++ compiler (g++ or c++)"
+
+#: Rounds that are enough for a section, whatever is asked for: (quick, full).
+ENOUGH = {"replay": (2, 5)}
+
 MIB = 1 << 20
 #: Cases of the hand-offs: (quick, full).
 HANDOFF_BYTES = ([MIB, 64 * MIB, 1 << 30], [MIB, 16 * MIB, 64 * MIB, 256 * MIB, 1 << 30])
@@ -44,7 +58,7 @@ HOST_BYTES = ([4 << 10, MIB, 16 * MIB], [4 << 10, 64 << 10, MIB, 16 * MIB, 64 * 
 
 def sections(driver):
     """What is measured with this driver."""
-    return ["allocation", "handoff"] if driver == "cuda" else ["host-handoff"]
+    return ["allocation", "handoff", "replay"] if driver == "cuda" else ["host-handoff"]
 
 
 def choose_driver(wanted):
@@ -69,8 +83,12 @@ def no_gpu():
     return None if count.value else "the CUDA driver sees no GPU"
 
 
-def cannot(section, mode, bump=None):
-    """Why a mode cannot run here; None where it can. `bump`: the compiled allocator, or None."""
+def cannot(section, mode, built=(), driver="cuda"):
+    """Why a mode cannot run here; None where it can. `built`: the libraries that were compiled, as `build` names them."""
+    if section == "replay" and "replaybench" not in built:
+        return NO_COMPILER
+    if section == "replay" and driver == "host":
+        return None if mode == "ours" else "an allocator of GPU memory: with the host driver ours alone is replayed"
     if section != "host-handoff" and no_gpu() is not None:
         return no_gpu()
     if mode in ("mp-queue",) or (section != "host-handoff" and mode != "pool-pointer"):
@@ -78,8 +96,10 @@ def cannot(section, mode, bump=None):
             return "needs torch in this Python: pip install torch"
     if mode.startswith("rmm") and not has("rmm"):
         return "needs RMM in this Python: pip install rmm-cu12 (or rmm-cu13)"
-    if mode == "bump" and bump is None:
-        return "needs a C++ compiler (g++ or c++)"
+    if mode == "bump" and "bump" not in built:
+        return NO_COMPILER
+    if section == "replay" and "allocbench" not in built:
+        return "needs torch's C++ interface, which could not be compiled against: see the notes"
     return None
 
 
@@ -88,7 +108,8 @@ def absent(driver):
     if driver == "cuda":
         return {}
     why = no_gpu() or "measured with --driver cuda"
-    return {section: f"compares GPU memory: {why}" for section in ("allocation", "handoff")}
+    cannot = {section: f"compares GPU memory: {why}" for section in ("allocation", "handoff")}
+    return {**cannot, "replay": f"compares GPU memory: {why}; ours alone: --driver host -- replay"}
 
 
 def has(module):

@@ -1,14 +1,14 @@
 """What a comparison says: a Markdown table a section, the figures and targets for machines."""
 
-from . import modes
+from . import modes, replayed
 
-TITLES = {"allocation": "Allocation", "handoff": "Hand-off on the GPU", "host-handoff": "Hand-off in host memory"}
+TITLES = {"allocation": "Allocation", "replay": "Traces replayed", "handoff": "Hand-off on the GPU", "host-handoff": "Hand-off in host memory"}
 
 
 def time(ns):
     """A time as a person reads it."""
     for unit, factor in (("s", 1e9), ("ms", 1e6), ("µs", 1e3)):
-        if ns >= factor:
+        if ns >= 0.9995 * factor:  # what would be written as 1,000 of the next smaller
             return f"{ns / factor:.3g} {unit}"
     return f"{ns:.3g} ns"
 
@@ -52,7 +52,9 @@ def method(report):
 
 
 def table(section, found):
-    """A row for each case, a column for each mode."""
+    """A row for each case, a column for each mode; of replays a row for each of both."""
+    if "traces" in found:
+        return replayed.table(found, time)
     columns = [mode for mode in modes.MODES.get(section, {}) if any(mode in row for row in found["cases"].values())]
     columns += sorted({mode for row in found["cases"].values() for mode in row} - set(columns))
     if not columns:
@@ -89,6 +91,7 @@ def figures(sections):
         ours.update(over)
         for mode, ratios in ours.items():
             out[f"{name}_ours_over_{mode.replace('-', '_')}"] = ratios
+    out.update(replayed.figures(sections.get("replay", {})))
     out["targets"] = targets(sections)
     return out
 
@@ -123,4 +126,6 @@ def targets(sections):
     for section, large in (("handoff", "hand-off 1 GiB"), ("host-handoff", "hand-off 64 MiB")):
         big, small = ns(section, large), ns(section, "hand-off 1 MiB")
         row(f"{large} / 1 MiB, ours", round(big / small, 3) if big and small else None, 1.3)
+    for what, value, most in replayed.targets(sections.get("replay", {})):
+        row(what, value, most)
     return rows

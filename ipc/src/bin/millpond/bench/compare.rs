@@ -13,7 +13,11 @@ pub(super) fn run(args: &Args) -> ExitCode {
     if let Some(folder) = &args.out {
         command.arg("--out").arg(folder);
     }
-    command.args(args.json.then_some("--json")).args(&args.more);
+    command.args(args.json.then_some("--json=-")).args(&args.more);
+    // Last: it takes all that follow.
+    if !args.trace.is_empty() {
+        command.arg("--traces").args(&args.trace);
+    }
     if let (None, Ok(this)) = (std::env::var_os("MILLPOND_PROGRAM"), std::env::current_exe()) {
         command.env("MILLPOND_PROGRAM", this);
     }

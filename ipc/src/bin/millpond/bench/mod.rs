@@ -33,6 +33,7 @@ Example: everything on CPU memory; hand-offs and growth of the first GPU, as JSO
   compare  ours beside torch's allocators, RMM and the other ways of handing over, in turn; by Python, and only when asked for:
            $ millpond bench compare --out compared
            $ millpond bench compare --driver cuda -- --help
+           $ millpond bench compare --trace training.csv.gz -- replay
 
 Each figure is a percentile over many runs after a warm-up; the clock's own cost is in it and is printed.
 What cannot run here is named.";
