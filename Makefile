@@ -1,6 +1,6 @@
 # make demo    real weights go round a parent and two workers, all in one memory
 # make test    all tests, Rust and Python
-# make test-doors   the same with the real pyisolate, comfy-env and Ray, and torch: downloads 3 GB the first time
+# make test-doors   the same with the real pyisolate, comfy-env, LMCache, CuPy, RMM and Ray, and torch: downloads 4 GB the first time
 # make test-torch   what needs torch and no GPU, with the newest torch and an old one: downloads 6 GB the first time
 # make lint    formatting, clippy, documentation
 # make bench   the benches that need no GPU, ours beside other ways among them: minutes; target/compare has tables and plots
@@ -75,8 +75,8 @@ bench: .venv/.millpond
 	touch $@
 
 .venv/.doors: .venv/.made
-	$(PY) -m pip install -q --disable-pip-version-check torch uv tomli tomli-w ray
-	$(PY) -m pip install -q --disable-pip-version-check --no-deps pyisolate==0.10.2 comfy-env==0.4.46
+	$(PY) -m pip install -q --disable-pip-version-check torch uv tomli tomli-w ray msgspec cupy-cuda13x rmm-cu13
+	$(PY) -m pip install -q --disable-pip-version-check --no-deps pyisolate==0.10.2 comfy-env==0.4.46 lmcache==0.5.6
 	touch $@
 
 clean:

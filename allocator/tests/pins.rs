@@ -4,8 +4,8 @@
 use std::sync::Arc;
 
 use millpond_allocator::driver::host::{HostCall, HostConfig, HostPlatform};
-use millpond_allocator::driver::{Access, Addr, CuResult, DeviceId, Driver, Platform, Stream};
-use millpond_allocator::pins::{Pins, LEAST, SLAB};
+use millpond_allocator::driver::{Access, Addr, CuResult, DeviceId, Driver, DriverError, Platform, Stream};
+use millpond_allocator::pins::{Pins, Step, LEAST, PIECE, SLAB};
 use millpond_allocator::window::{Chunk, Unmapping, Window};
 
 /// A device with memory, and host memory that stands for a chunk of the host arena.
@@ -109,6 +109,24 @@ fn what_is_unmapped_is_forgotten_first() {
     assert_eq!(pins.bytes(), 0);
 }
 
+/// A driver never learns that registered memory was unmapped. What is mapped there next would be taken for it.
+#[test]
+fn host_memory_with_something_registered_in_it_is_never_unmapped() {
+    let host_driver = || -> Arc<dyn Driver> { HostPlatform::new(HostConfig::default()).open(DeviceId::host(0)).unwrap() };
+    for registered in [true, false] {
+        let rig = rig(SLAB);
+        let (pins, host) = (Pins::new(1 << 30), host_driver());
+        let left = Arc::downgrade(&host);
+        pins.lies_in(host);
+        rig.out(&pins, 0, SLAB);
+        if !registered {
+            pins.before_unmap(rig.host.addr(), SLAB);
+        }
+        drop(pins);
+        assert_eq!(left.upgrade().is_some(), registered);
+    }
+}
+
 #[test]
 fn a_window_tells_before_it_unmaps() {
     let rig = rig(SLAB);
@@ -136,11 +154,82 @@ fn the_bound_holds_and_the_longest_unused_goes() {
     assert_eq!(pins.bytes(), 2 * SLAB);
     assert!(rig.registered(0) && !rig.registered(SLAB) && rig.registered(2 * SLAB));
     let whole = rig.out(&pins, 0, 3 * SLAB);
-    assert_eq!((whole.pinned, whole.pageable), (2 * SLAB, SLAB), "slabs in use are not taken away");
+    assert_eq!((whole.pinned, whole.pageable, pins.bytes()), (3 * SLAB, 0, 2 * SLAB), "a value above the bound reuses its own");
+    assert!(!rig.registered(0) && rig.registered(2 * SLAB));
     pins.set_limit(0);
-    assert_eq!(rig.out(&pins, 0, SLAB).pinned, SLAB, "what is registered is used");
-    assert_eq!(rig.out(&pins, 2 * SLAB, SLAB).pinned, 0);
+    assert_eq!(rig.out(&pins, 2 * SLAB, SLAB).pinned, SLAB, "what is registered is used");
+    assert_eq!(rig.out(&pins, 0, SLAB).pinned, 0);
     assert_eq!(pins.bytes(), 0);
+}
+
+#[test]
+fn two_copies_of_one_value_go_at_the_same_time_piece_by_piece() {
+    let rig = rig(2 * SLAB);
+    let pins = Pins::new(1 << 30);
+    let (out, into) = (rig.stream, rig.driver.stream_create().unwrap());
+    rig.driver.fill(rig.device, 7, rig.bytes, out).unwrap();
+    let (host, chunk) = (rig.host.addr(), [rig.chunk()]);
+    // What leaves: each piece says when it is there, in order and behind its own copy alone.
+    let mut left = Vec::new();
+    let range = (host, rig.device, rig.bytes);
+    let (leaving, queued) = pins
+        .start::<DriverError>(&rig.driver, range, host, &chunk, out, |step| {
+            if let Step::After(end, stream) = step {
+                let event = rig.driver.event_create()?;
+                rig.driver.event_record(event, stream)?;
+                left.push((end, event));
+            }
+            Ok(())
+        })
+        .unwrap();
+    queued.unwrap();
+    let ends: Vec<u64> = left.iter().map(|(end, _)| *end).collect();
+    assert_eq!(ends, (1..=16).map(|n| n * (4 << 20)).collect::<Vec<_>>());
+    // What comes waits for nothing but its own piece: by the second one the first is on its way.
+    let back = rig.driver.reserve(rig.bytes, 0).unwrap();
+    let memory = rig.driver.create(rig.bytes).unwrap();
+    rig.driver.map(back, rig.bytes, memory).unwrap();
+    rig.driver.set_access(back, rig.bytes, Access::ReadWrite).unwrap();
+    let mut steps = Vec::new();
+    let (coming, queued) = pins
+        .start::<DriverError>(&rig.driver, (back, host, rig.bytes), host, &chunk, into, |step| {
+            if let Step::Before(end) = step {
+                let piece = left.iter().find(|(at, _)| *at >= end).unwrap();
+                while !rig.driver.event_query(piece.1)? {
+                    std::thread::yield_now();
+                }
+            }
+            steps.push(step);
+            Ok(())
+        })
+        .unwrap();
+    queued.unwrap();
+    assert_eq!(pins.finish(coming).unwrap().pinned, rig.bytes);
+    assert_eq!(pins.finish(leaving).unwrap().pinned, rig.bytes);
+    assert!(matches!(steps[..3], [Step::Before(_), Step::After(..), Step::Before(_)]), "{:?}", &steps[..3]);
+    // SAFETY: mapped above, and its copy is over.
+    let bytes = unsafe { std::slice::from_raw_parts(back as *const u8, rig.bytes as usize) };
+    assert!(bytes.iter().all(|b| *b == 7));
+    assert_eq!(rig.platform.misuse(), 0);
+}
+
+#[test]
+fn a_copy_that_its_caller_ends_is_over_as_far_as_it_came() {
+    let mut rig = rig(2 * SLAB);
+    let pins = Pins::new(1 << 30);
+    rig.driver.fill(rig.device, 5, rig.bytes, rig.stream).unwrap();
+    let host = rig.host.addr();
+    let ended = DriverError::Call { call: "the caller's", result: CuResult::INVALID_VALUE };
+    let (way, queued) = pins
+        .start(&rig.driver, (host, rig.device, rig.bytes), host, &[rig.chunk()], rig.stream, |step| match step {
+            Step::Before(end) if end > 3 * PIECE => Err(ended.clone()),
+            _ => Ok(()),
+        })
+        .unwrap();
+    assert_eq!(queued.unwrap_err(), ended);
+    assert_eq!(pins.finish(way).unwrap().pinned, 3 * PIECE);
+    let (there, not) = rig.host.bytes().split_at((3 * PIECE) as usize);
+    assert!(there.iter().all(|b| *b == 5) && not.iter().all(|b| *b == 0));
 }
 
 #[test]
@@ -162,7 +251,7 @@ fn a_refused_registration_costs_speed_only_and_a_failed_copy_says_so() {
     let pins = Pins::new(1 << 30);
     rig.driver.fill(rig.device, 9, SLAB, rig.stream).unwrap();
     rig.platform.fail_nth(HostCall::HostRegister, 1, CuResult::OUT_OF_MEMORY);
-    assert_eq!(rig.out(&pins, 0, SLAB).pageable, SLAB);
+    assert_eq!(rig.out(&pins, 0, SLAB).pageable, PIECE, "until it is not refused any more");
     assert!(rig.host.bytes().iter().all(|b| *b == 9));
     assert_eq!(pins.refused().and_then(|error| error.result()), Some(CuResult::OUT_OF_MEMORY));
     rig.platform.fail_nth(HostCall::Copy, 1, CuResult::INVALID_VALUE);

@@ -143,14 +143,32 @@ class _Decoder:
         """A GPU value that came by host memory: on a GPU again if this process uses one, else where it is."""
         torch = _streams.torch_cuda()
         if torch is None or self.lazy or not isinstance(value, torch.Tensor):
+            if isinstance(value, _ref.Ref):
+                value._gpu = device_id
             return value
         known = _session.ordinal_of(device_id) if device_id else torch.cuda.current_device()
         nbytes = value.numel() * value.element_size()
         if nbytes >= _pinned.LEAST and value.is_contiguous():
-            target = torch.empty_like(value, device=f"cuda:{known}")
+            target = torch.empty_like(value, device=_pinned.gpu(known))
             if _pinned.copy(known, target.data_ptr(), value.data_ptr(), nbytes) is not None:
                 return target
-        return value.to(f"cuda:{known}")
+        return value.to(_pinned.gpu(known))
+
+    def arrive(self, node, device_id, pieces):
+        """The same for one that is still on its way to host memory: what is there of it is copied while the rest comes."""
+        torch = _streams.torch_cuda()
+        _, _, index, offset, name, shape, strides = node
+        if torch is None or self.lazy or strides or index < 0:
+            return self.put_back(self.tensor(node), device_id)
+        row, shape = _dtypes.lookup(name), tuple(shape)
+        memory = self.memories[index]
+        _memory.check_bounds(memory, offset, row, shape, None)
+        known = _session.ordinal_of(device_id) if device_id else torch.cuda.current_device()
+        target = torch.empty(shape, dtype=_dtypes.to_torch(row.name), device=_pinned.gpu(known))
+        nbytes = _memory.span(shape, None) * row.itemsize
+        if _pinned.into(known, target.data_ptr(), memory, offset, nbytes, pieces) is None:
+            return self.put_back(self.tensor(node), device_id)
+        return target
 
     @staticmethod
     def bytes(kind, memory, offset, nbytes):
@@ -178,6 +196,7 @@ _TAGS = {
     "v": _Decoder.tensor,
     "x": _foreign.decode,
     "g": lambda d, node: d.put_back(node[1], node[2]),
+    "h": lambda d, node: d.arrive(node[1], node[2], node[3]),
     "u": lambda d, node: tuple(node[1]),
     "d": lambda d, node: {key: value for key, value in node[1]},
     "f": lambda d, node: float(node[1]),
@@ -187,5 +206,6 @@ _TAGS = {
     "b": _inline,
     "a": lambda d, node: bytearray(_inline(d, node)),
     "m": lambda d, node: memoryview(_inline(d, node)),
+    "p": lambda d, node: _types.unpickle(node[1], node[2], d.tensor(node[3])),
     "o": lambda d, node: _types.restore(node[1], node[2], node[3]),
 }

@@ -2,7 +2,11 @@
 
 import base64
 
-from . import _dtypes, _foreign, _memory, _pinned, _ref, _streams, errors
+from . import _dtypes, _foreign, _memory, _native, _pinned, _ref, _streams, errors
+
+
+#: A view is copied without its gaps where those are this large, and half of its data or more.
+LEAST_GAPS = 1 << 20
 
 
 class No(Exception):
@@ -37,7 +41,9 @@ def numpy_array(e, array, depth):
         else:
             strides = [s // size for s in strides]
             node[6] = strides
-            nbytes = _memory.span(shape, strides) * size
+            data, nbytes = nbytes, _memory.span(shape, strides) * size
+            if nbytes - data >= LEAST_GAPS and 2 * nbytes >= 3 * data:
+                e.sparse[len(e.leaves)] = array
     e.out.keep.append(array)
     e.range(-1, interface["data"][0], nbytes, node)
     return {"$": node}
@@ -55,6 +61,32 @@ def _packed(e, array, nbytes):
         return packed
     except errors.Error:
         return np.ascontiguousarray(array)
+
+
+def without_gaps(e, view, address):
+    """A view that is not arena memory, copied into the arena element by element: (address, bytes). None: it is arena memory, or there
+    is no room."""
+    try:
+        if _native.control("locate", address=address).get("kind") != "foreign":
+            return None
+        if hasattr(view, "data_ptr"):
+            device, nbytes = view.get_device(), view.numel() * view.element_size()
+            copy = _ref.empty(tuple(view.shape), view.dtype, device, "t")
+            copy.copy_(view.detach())  # on a GPU it is queued on the stream that READY follows
+            at = copy.data_ptr()
+        else:
+            device, nbytes, copy = -1, view.nbytes, _ref.empty(view.shape, view.dtype, -1, "n")
+            copy[...] = view
+            at = copy.__array_interface__["data"][0]
+    except errors.Error:
+        return None
+    out = e.out
+    out.keep.append(copy)
+    out.ways[at] = _native.WAYS["copy"]
+    out.packed.append((device, nbytes))
+    out.copies += 1
+    out.copied_bytes += nbytes
+    return at, nbytes
 
 
 def numpy_scalar(e, value, depth):
@@ -95,7 +127,10 @@ def torch_tensor(e, tensor, depth):
         return hosted(e, tensor)
     if not tensor.is_contiguous():
         node[6] = tensor.stride()
-        count = _memory.span(shape, node[6])
+        count, elements = _memory.span(shape, node[6]), count
+        sparse = (count - elements) * tensor.element_size() >= LEAST_GAPS and 2 * count >= 3 * elements
+    else:
+        sparse = False
     address = tensor.data_ptr()
     if not address:
         raise No("a tensor without memory (meta, fake or functional)")
@@ -104,6 +139,8 @@ def torch_tensor(e, tensor, depth):
         if found is not None:
             return found
     e.out.keep.append(tensor)
+    if sparse:
+        e.sparse[len(e.leaves)] = tensor
     e.range(device, address, count * tensor.element_size(), node)
     return {"$": node}
 
@@ -118,20 +155,31 @@ def _plain_tensor(torch, tensor):
 
 def hosted(e, tensor):
     """A GPU tensor that goes by host memory: a copy in the host arena, which the other side puts back on a GPU if it uses one."""
-    import torch
-
     tensor = tensor.detach().contiguous()
+    device, nbytes = tensor.get_device(), tensor.numel() * tensor.element_size()
     copy = _ref.empty(tuple(tensor.shape), tensor.dtype, -1, "t")
-    nbytes = tensor.numel() * tensor.element_size()
-    tier = _pinned.copy(tensor.get_device(), copy.data_ptr(), tensor.data_ptr(), nbytes) if tensor.is_cuda else None
-    if tier is None:
-        copy.copy_(tensor)  # returns when the bytes are there
-        tier = "host"
+    leaving = _pinned.out(device, copy.data_ptr(), tensor.data_ptr(), nbytes) if e.overlap and _on_gpu(tensor) else None
+    if leaving is not None:
+        number, pieces, tier = leaving
+        e.out.leaving.append(number)
+        e.out.keep.append(tensor)
+    else:
+        tier = _pinned.copy(device, copy.data_ptr(), tensor.data_ptr(), nbytes) if _on_gpu(tensor) else None
+        if tier is None:
+            copy.copy_(tensor)  # returns when the bytes are there
+            tier = "host"
     e.out.went_by_host(tier, nbytes, copy.data_ptr())
     if not e.by_choice:
         reason = None if _streams.gpus() else "a GPU tensor went through host memory: this arena serves no GPU"
         e.out.falls.append(("arena", tier, reason, nbytes))
-    return {"$": ["g", torch_tensor(e, copy, 0), device_id(tensor.get_device()) if isinstance(tensor, torch.Tensor) else 0]}
+    node = torch_tensor(e, copy, 0)
+    if leaving is not None:
+        return {"$": ["h", node["$"], device_id(device), pieces]}
+    return {"$": ["g", node, device_id(device)]}
+
+
+def _on_gpu(tensor):
+    return tensor.is_cuda
 
 
 def hosted_reference(e, ref):

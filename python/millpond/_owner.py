@@ -30,11 +30,11 @@ def program_path():
 class Owner:
     """The owner's process. It watches this one and ends with it."""
 
-    def __init__(self, limit=None, driver="auto", devices=None, chunk_bytes=None, timeout=30.0):
+    def __init__(self, limit=None, driver="auto", devices=None, chunk_bytes=None, timeout=30.0, handle_kind=None):
         program = program_path()
         read_end, write_end = os.pipe()
         command = [program, "serve", "--parent-pid", str(os.getpid()), "--ready-fd", str(write_end), "--json"]
-        for flag, value in (("--limit", limit), ("--driver", driver), ("--chunk-bytes", chunk_bytes)):
+        for flag, value in (("--limit", limit), ("--driver", driver), ("--chunk-bytes", chunk_bytes), ("--handle-kind", handle_kind)):
             if value is not None:
                 command += [flag, str(value)]
         for device in devices or ():

@@ -9,7 +9,7 @@ from . import _dtypes, _memory, _native, _streams, errors
 class Ref:
     """A tensor in arena memory: shape, dtype and place are known; `.torch()` and `.numpy()` look at the memory itself."""
 
-    __slots__ = ("_memory", "_offset", "_row", "shape", "_strides", "_kind", "__weakref__")
+    __slots__ = ("_memory", "_offset", "_row", "shape", "_strides", "_kind", "_gpu", "__weakref__")
 
     def __init__(self, memory, offset, row, shape, strides, kind="t"):
         self._memory = memory
@@ -19,6 +19,8 @@ class Ref:
         self.shape = tuple(shape)
         self._strides = tuple(strides) if strides is not None else None
         self._kind = kind
+        #: The id of the GPU that it came from by host memory, where it did: whoever gets it next and uses a GPU has it there again.
+        self._gpu = None
 
     def __repr__(self):
         return f"millpond.Ref(shape={self.shape}, dtype={self.dtype!r}, device={self.device!r})"

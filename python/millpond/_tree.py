@@ -7,10 +7,12 @@ with a tag (a user's dict with that key is written as pairs):
     ["v", ...the same]                                  one of several values that share a range
     ["u", [items]]        tuple                         ["d", [[key, value], ...]]  dict with other keys than strings
     ["g", value, device]  a GPU value that came by host memory; device: its GPU's id
+    ["h", [...as "t"], device, pieces]   the same, while it is being copied there: see `_pinned`; pieces: [end, timeline, value]
     ["x", ...]            a GPU value by a token of the driver's: see `_foreign`
     ["f", "nan"]          float that JSON lacks         ["i", "0x..."]              integer over 64 bits
     ["c", re, im]         complex                       ["s", dtype, base64]        numpy scalar
     ["b"|"a"|"m", base64] bytes, bytearray, memoryview  ["o", name, version, fields]  registered type
+    ["p", name, version, [...as "t"]]   a value of a type that is registered for pickle: its pickle
 
 kind: n numpy, t torch, b/a/m bytes in arena memory, r only a reference. range -1: no bytes (offset is then the device's
 id, or 0 for the CPU). strides: in elements, 0 for C order. Values whose bytes overlap share one range, so they share memory
@@ -21,7 +23,7 @@ import base64
 import ctypes
 import json
 
-from . import _leaves, _memory, _native, _ref, _streams, _types, errors
+from . import _leaves, _memory, _native, _pinned, _ref, _streams, _types, errors
 from ._leaves import No
 
 #: bytes up to this size travel in the tree itself.
@@ -51,7 +53,7 @@ class _Deep(Exception):
 class Encoded:
     """What `_native.send` needs, and what must live until it has returned."""
 
-    __slots__ = ("text", "tensors", "keep", "copies", "copied_bytes", "hosted", "ways", "inline", "gpus", "falls", "foreign", "by_host")
+    __slots__ = ("text", "tensors", "keep", "copies", "copied_bytes", "hosted", "ways", "inline", "gpus", "falls", "foreign", "by_host", "leaving", "packed")
 
     def __init__(self):
         self.text = b""
@@ -66,6 +68,8 @@ class Encoded:
         self.falls = []  # (best tier, the tier taken, reason or None for the connection's, bytes)
         self.foreign = []  # values by token: (kind, bytes, first companion, last companion, what to keep)
         self.by_host = {}  # tier -> (values, bytes), of those in `hosted`
+        self.packed = []  # (device, bytes) of views that were copied without their gaps
+        self.leaving = []  # copies to host memory that are under way
 
     def went_by_host(self, tier, nbytes, address):
         """A GPU value goes by host memory, where its copy is."""
@@ -76,10 +80,16 @@ class Encoded:
         self.by_host[tier] = (values + 1, before + nbytes)
 
 
-class _Encoder:
-    __slots__ = ("leaves", "imports", "tensors", "out", "off", "streams", "foreign", "why_copied", "by_choice")
+    def finish(self):
+        """Returns when nothing that was encoded is read any more: the message has left, or will not."""
+        while self.leaving:
+            _pinned.over(self.leaving.pop())
 
-    def __init__(self, off=(), foreign=(), why_copied=None, by_choice=False):
+
+class _Encoder:
+    __slots__ = ("leaves", "imports", "tensors", "out", "off", "streams", "foreign", "why_copied", "by_choice", "overlap", "sparse")
+
+    def __init__(self, off=(), foreign=(), why_copied=None, by_choice=False, overlap=False):
         #: The GPUs whose values may not go by their arena.
         self.off = off
         #: Which kinds of token GPU values that are not the arena's may go by; or what is counted of each: (best, to, why).
@@ -87,8 +97,11 @@ class _Encoder:
         self.why_copied = why_copied
         #: Going by host memory was asked for, and is no fall.
         self.by_choice = by_choice
+        #: The message may leave before the copies to host memory are over; the caller calls `Encoded.finish`.
+        self.overlap = overlap
         self.streams = {}  # device -> the stream that READY follows
         self.leaves = []  # (device, first byte, end, position, node)
+        self.sparse = {}  # position -> a view with large gaps
         self.imports = {}  # handle -> index
         self.tensors = []
         self.out = Encoded()
@@ -100,10 +113,13 @@ class _Encoder:
     def place(self, flags):
         """One range for each group of overlapping leaves; the nodes learn theirs."""
         leaves, tensors, streams = self.leaves, self.tensors, self.streams
+        if len(leaves) > 1:
+            leaves.sort(key=_by_place)
+        if self.sparse:
+            self.pack()
         if len(leaves) == 1:
             _close(leaves, leaves[0][1], leaves[0][2], tensors, streams, flags)
             return
-        leaves.sort(key=_by_place)
         device = low = high = None
         group = []
         for leaf in leaves:
@@ -118,6 +134,22 @@ class _Encoder:
             group = [leaf]
         if group:
             _close(group, low, high, tensors, streams, flags)
+
+    def pack(self):
+        """Views with large gaps that share memory with nothing else here, and would be copied as they are, go without the gaps."""
+        leaves = self.leaves
+        starts = [*leaves[1:], (None, 0)]
+        device = high = None
+        for number, (leaf, after) in enumerate(zip(list(leaves), starts)):
+            shared = leaf[0] == device and leaf[1] < high or after[0] == leaf[0] and after[1] < leaf[2]
+            high = max(high, leaf[2]) if leaf[0] == device else leaf[2]
+            device = leaf[0]
+            if leaf[3] in self.sparse and not shared:
+                packed = _leaves.without_gaps(self, self.sparse[leaf[3]], leaf[1])
+                if packed is not None:
+                    leaf[4][6] = 0
+                    leaves[number] = (device, packed[0], packed[0] + packed[1], *leaf[3:])
+        leaves.sort(key=_by_place)
 
     def mark_ways(self):
         """What stands for another value is counted as that."""
@@ -144,24 +176,28 @@ def _close(group, low, high, tensors, streams, flags):
             node[0] = "v"
 
 
-def encode(value, header=None, root="out", readonly=False, off=(), foreign=(), why_copied=None, by_choice=False):
+def encode(value, header=None, root="out", readonly=False, off=(), foreign=(), why_copied=None, by_choice=False, overlap=False):
     """Encodes a value. With `header` (JSON-ready) the text is `[header,value]`. Values on the GPUs in `off` go by host memory; for
     the rest see `_Encoder`."""
-    encoder = _Encoder(off, foreign, why_copied, by_choice)
-    try:
-        body = _DISPATCH[type(value)](encoder, value, 0)
-    except (No, _Deep, errors.Unsupported, RecursionError) as e:
-        _explain(value, root, e)
-    encoder.place(_native.READ_ONLY if readonly else 0)
-    if encoder.out.ways:
-        encoder.mark_ways()
-    whole = body if header is None else [header, body]
+    encoder = _Encoder(off, foreign, why_copied, by_choice, overlap)
     out = encoder.out
-    text = _dumps(whole)
     try:
-        out.text = text.encode()
-    except UnicodeEncodeError:  # lone surrogates
-        out.text = _dumps_ascii(whole).encode()
+        try:
+            body = _DISPATCH[type(value)](encoder, value, 0)
+        except (No, _Deep, errors.Unsupported, RecursionError) as e:
+            _explain(value, root, e)
+        encoder.place(_native.READ_ONLY if readonly else 0)
+        if out.ways:
+            encoder.mark_ways()
+        whole = body if header is None else [header, body]
+        text = _dumps(whole)
+        try:
+            out.text = text.encode()
+        except UnicodeEncodeError:  # lone surrogates
+            out.text = _dumps_ascii(whole).encode()
+    except BaseException:
+        out.finish()
+        raise
     out.tensors = encoder.tensors
     out.gpus = {t[4] for t in out.tensors if t[4] >= 0}
     return out
@@ -217,10 +253,23 @@ def _registered(e, value, depth):
     if depth > MAX_DEPTH:
         raise _Deep
     entry = _types.of_type(type(value))
+    if entry.pickle:
+        return _pickled(e, entry, value)
     fields = entry.to_fields(value)
     if type(fields) is not dict:
         raise No(f"to_fields of {entry.name} gave a {_name(type(fields))}, not a dict")
     return {"$": ["o", entry.name, entry.version, _dict(e, fields, depth)]}
+
+
+def _pickled(e, entry, value):
+    try:
+        data = _types.pickled(entry, value)
+    except RecursionError:
+        raise _Deep from None
+    except Exception as error:  # whatever the type's own code raises
+        raise No(f"a {entry.name} that cannot be pickled: {type(error).__name__}: {error}") from None
+    e.out.falls.append(("arena", "copy", f"a {entry.name} crosses as a pickle: it is registered for that", len(data)))
+    return {"$": ["p", entry.name, entry.version, _large(e, "b", ctypes.cast(ctypes.c_char_p(data), ctypes.c_void_p).value, len(data), data)["$"]]}
 
 
 # Scalars.
@@ -290,6 +339,11 @@ def _memoryview(e, value, depth):
 
 
 def _reference(e, ref, depth):
+    node = _referred(e, ref)
+    return node if ref._gpu is None else {"$": ["g", node, ref._gpu]}
+
+
+def _referred(e, ref):
     memory = ref._held()
     if memory.device >= 0 and memory.device in e.off and ref.nbytes:
         return _leaves.hosted_reference(e, ref)
@@ -433,7 +487,11 @@ def _children(function, value, path):
                 raise errors.cannot_cross(f"{path}[{key!r}]", str(e)) from None
             yield item, f"{path}[{_quoted(key)}]"
     elif function is _registered:
+        entry = _types.of_type(type(value))
         try:
+            if entry.pickle:
+                _pickled(_Encoder(), entry, value)
+                return
             fields = _types.of_type(type(value)).to_fields(value)
         except No as e:
             raise errors.cannot_cross(path, str(e)) from None

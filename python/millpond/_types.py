@@ -1,6 +1,8 @@
-"""Types that a user registers, so that they cross by their fields. No pickle, no class names from the other side."""
+"""Types that a user registers, so that they cross by their fields. No class names from the other side, and no pickle but for a type
+that both sides have registered for it by name."""
 
 import dataclasses
+import pickle as _pickle
 
 from . import errors
 
@@ -11,24 +13,25 @@ _by_name = {}
 class Registered:
     """How one type crosses."""
 
-    __slots__ = ("type", "name", "version", "to_fields", "from_fields")
+    __slots__ = ("type", "name", "version", "to_fields", "from_fields", "pickle")
 
-    def __init__(self, type, name, version, to_fields, from_fields):
+    def __init__(self, type, name, version, to_fields, from_fields, pickle=False):
         self.type, self.name, self.version = type, name, version
-        self.to_fields, self.from_fields = to_fields, from_fields
+        self.to_fields, self.from_fields, self.pickle = to_fields, from_fields, pickle
 
 
-def register(type, to_fields=None, from_fields=None, name=None, version=1):
+def register(type, to_fields=None, from_fields=None, name=None, version=1, pickle=False):
     """Lets values of `type` cross: `to_fields(value)` gives a dict, `from_fields(dict)` makes the value again. A dataclass
     needs neither. Both sides register it under the same `name` (default: the class's) and `version`. Returns the type, so
-    that it can be a decorator."""
-    if to_fields is None or from_fields is None:
-        if not dataclasses.is_dataclass(type):
-            raise errors.InvalidArgument(f"{type.__name__} is no dataclass: say to_fields and from_fields")
-        names = [f.name for f in dataclasses.fields(type)]
-        to_fields = to_fields or (lambda value: {n: getattr(value, n) for n in names})
-        from_fields = from_fields or (lambda fields: _make_dataclass(type, fields))
-    entry = Registered(type, name or type.__name__, int(version), to_fields, from_fields)
+    that it can be a decorator.
+
+    `pickle=True`: they cross as a pickle, in host memory of the arena, marked as such; arrays in them are copied twice. Whoever receives
+    a pickle runs what it says: both sides must have registered the type for it."""
+    if pickle and (to_fields or from_fields):
+        raise errors.InvalidArgument(f"{type.__name__} crosses by its fields or by pickle, not both")
+    if not pickle and (to_fields is None or from_fields is None):
+        to_fields, from_fields = _by_dataclass(type, to_fields, from_fields)
+    entry = Registered(type, name or type.__name__, int(version), to_fields, from_fields, bool(pickle))
     other = _by_name.get(entry.name)
     if other is not None and other.type is not type:
         raise errors.InvalidArgument(f"the name {entry.name!r} is registered for {other.type.__qualname__}")
@@ -38,6 +41,14 @@ def register(type, to_fields=None, from_fields=None, name=None, version=1):
 
     _tree.forget(type)
     return type
+
+
+def _by_dataclass(type, to_fields, from_fields):
+    if not dataclasses.is_dataclass(type):
+        raise errors.InvalidArgument(f"{type.__name__} is no dataclass: say to_fields and from_fields")
+    names = [f.name for f in dataclasses.fields(type)]
+    to_fields = to_fields or (lambda value: {n: getattr(value, n) for n in names})
+    return to_fields, from_fields or (lambda fields: _make_dataclass(type, fields))
 
 
 def _make_dataclass(type, fields):
@@ -59,11 +70,37 @@ def of_type(type):
     return None
 
 
-def restore(name, version, fields):
-    """The value of a received record."""
+def pickled(entry, value):
+    """The bytes of a value of a type that is registered for pickle."""
+    return _pickle.dumps(value, protocol=5)
+
+
+def _known(name, version, pickle):
     entry = _by_name.get(name)
     if entry is None:
         raise errors.Unsupported(f"received a {name!r} (version {version}), which is not registered here: millpond.register")
     if entry.version != version:
         raise errors.Unsupported(f"received a {name!r} of version {version}; version {entry.version} is registered here")
-    return entry.from_fields(fields)
+    if entry.pickle != pickle:
+        ways = ("by its fields", "as a pickle")
+        raise errors.Unsupported(f"received a {name!r} {ways[pickle]}; it is registered here to come {ways[entry.pickle]}")
+    return entry
+
+
+def restore(name, version, fields):
+    """The value of a received record."""
+    return _known(name, version, False).from_fields(fields)
+
+
+def unpickle(name, version, data):
+    """The value of a received pickle, of a type that is registered here for it."""
+    entry = _known(name, version, True)
+    try:
+        value = _pickle.loads(data)
+    except errors.Error:
+        raise
+    except Exception as e:  # whatever the type's own code raises
+        raise errors.Protocol(f"the pickle of a {name!r} could not be read: {type(e).__name__}: {e}") from e
+    if not isinstance(value, entry.type):
+        raise errors.Protocol(f"the pickle of a {name!r} holds a {type(value).__qualname__}")
+    return value

@@ -37,7 +37,8 @@ class Arena:
     `limit`: of each device's memory, "80%", "6GiB" or bytes. `driver`: "auto", "cuda" or "host". `devices`: their UUIDs or
     ordinals (default all). `owner`: "process" starts a small program that ends with this one; "inline" runs it as a thread
     here (slower growth under CUDA: an export costs 1.1 ms instead of 31 us). `chunk_bytes`: size of a physical chunk.
-    `on_owner_death`: "exit" or "continue". A context manager."""
+    `on_owner_death`: "exit" or "continue". `handle_kind`: in what form memory is shared; "posix_fd" works, "win32" and "fabric" raise
+    `Unsupported` with what millpond lacks for them. A context manager."""
 
     def __init__(
         self,
@@ -50,7 +51,10 @@ class Arena:
         name="parent",
         wait=None,
         timeout=30.0,
+        handle_kind="posix_fd",
     ):
+        if handle_kind not in ("posix_fd", "win32", "fabric"):
+            raise errors.InvalidArgument(f'handle_kind={handle_kind!r}: "posix_fd", "win32" or "fabric"')
         if owner not in ("process", "inline"):
             raise errors.InvalidArgument(f'owner={owner!r}: "process" or "inline"')
         if driver not in ("auto", "cuda", "host"):
@@ -62,13 +66,13 @@ class Arena:
         self._open = False
         self._pid = os.getpid()
         if owner == "process":
-            self._owner = _owner.Owner(limit, driver, devices, chunk_bytes, timeout)
+            self._owner = _owner.Owner(limit, driver, devices, chunk_bytes, timeout, handle_kind)
             self.socket, key = self._owner.socket, self._owner.key
         else:
             if devices is not None:
                 raise errors.Unsupported('devices= needs owner="process"')
             limit = None if limit is None else str(limit)
-            answer = _native.control("serve_inline", driver=driver, limit=limit, chunk_bytes=chunk_bytes)
+            answer = _native.control("serve_inline", driver=driver, limit=limit, chunk_bytes=chunk_bytes, handle_kind=handle_kind)
             self.socket, key = answer["socket"], answer["key"]
         self._key = key
         try:

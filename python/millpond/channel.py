@@ -15,6 +15,8 @@ Peer = collections.namedtuple("Peer", "client name pid")
 Sent = collections.namedtuple("Sent", "tensors copies copied_bytes")
 Sent.__doc__ = "What `send` did: how many memory ranges went, how many of them were copied first, and how many bytes that was."
 
+#: Why a value was copied into the arena: in host memory, on a GPU.
+_WHY_COPIED = ("a value in host memory that is not the arena's was copied into it", "a GPU tensor that is not arena memory was copied on its GPU")
 _ENDED = (errors.Closed, errors.PeerDied, errors.OwnerDied, errors.NotAttached, errors.Forked)
 
 
@@ -104,12 +106,10 @@ class Channel(_calls.Calls):
         full = False
         while True:
             encoded = self._encode(header, value, readonly, root, prefer, full)
-            if not self._sending.acquire(timeout=-1 if timeout is None else timeout):
-                raise errors.Timeout(f"another thread has been sending for {timeout} s")
             try:
-                if header[0] != "k" and not full and not self._gpu.admit(encoded, (header, value, readonly, root)):
+                flags = self._leave(encoded, (header, value, readonly, root), timeout, full)
+                if flags is None:
                     continue
-                flags = _native.send(self._handle, encoded.text, encoded.tensors, _native.milliseconds(timeout))
                 break
             except errors.OutOfMemory as e:
                 # No room for a copy in the arena: without a copy if that is possible, then by host memory.
@@ -119,7 +119,8 @@ class Channel(_calls.Calls):
                 size = sum(t[1] for t in encoded.tensors if t[4] >= 0)
                 self._tiers.fell("copy", full, f"the arena has no room for a copy: {e}", size, True, b"fell.arena_full")
             finally:
-                self._sending.release()
+                if encoded.leaving:
+                    encoded.finish()
         if encoded.foreign:
             _foreign.sent(encoded)
         if self._gpu.asking or self._foreign.out == "asked":
@@ -129,6 +130,17 @@ class Channel(_calls.Calls):
                 _native.count(b"sent.inline", encoded.inline)
             return None
         return self._count(encoded, flags)
+
+    def _leave(self, encoded, message, timeout, full):
+        """Sends what is encoded: the flags that came back. None: it must be encoded again, as its GPU tier is off by now."""
+        if not self._sending.acquire(timeout=-1 if timeout is None else timeout):
+            raise errors.Timeout(f"another thread has been sending for {timeout} s")
+        try:
+            if message[0][0] != "k" and not full and not self._gpu.admit(encoded, message):
+                return None
+            return _native.send(self._handle, encoded.text, encoded.tensors, _native.milliseconds(timeout))
+        finally:
+            self._sending.release()
 
     def _count(self, encoded, flags):
         """Counts a message that has left."""
@@ -142,10 +154,11 @@ class Channel(_calls.Calls):
             if flag:
                 copies += 1
                 copied_bytes += tensor[1]
-                if tensor[4] >= 0:
-                    self._tiers.fell("arena", "copy", "a GPU tensor that is not arena memory was copied on its GPU", tensor[1])
-                else:
-                    self._tiers.fell("arena", "copy", "a value in host memory that is not the arena's was copied into it", tensor[1])
+                self._tiers.fell("arena", "copy", _WHY_COPIED[tensor[4] >= 0], tensor[1])
+        for device, size in encoded.packed:
+            self._tiers.fell("arena", "copy", _WHY_COPIED[device >= 0], size)
+            for counter, n in ((b"fell.foreign_gpu" if device >= 0 else b"fell.foreign_host", 1), (b"copies", 1), (b"copied_bytes", size)):
+                _native.count(counter, n, device)
         hosted, by_token = encoded.hosted, encoded.foreign
         ranges = len(flags) - 2 * len(by_token)  # two companions each
         in_place = ranges - copies - hosted
@@ -174,7 +187,7 @@ class Channel(_calls.Calls):
         gpu = self._gpu
         kinds, why = ((), None) if prefer == "host" or full == "host" else self._foreign.kinds(full or prefer)
         by_choice = prefer == "host" or full == "host"
-        encoded = _tree.encode(value, header, root, readonly, canary.EVERY_GPU if by_choice else gpu.off, kinds, why, by_choice)
+        encoded = _tree.encode(value, header, root, readonly, canary.EVERY_GPU if by_choice else gpu.off, kinds, why, by_choice, True)
         for best, to, reason, nbytes in encoded.falls:
             self._tiers.fell(best, to, gpu.reason if reason is None else reason, nbytes, to != "copy", _counter(to, reason))
         return encoded

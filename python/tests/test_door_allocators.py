@@ -1,4 +1,4 @@
-"""CuPy's and RMM's doors, against stand-ins of their documented interfaces: the real ones are not installed here."""
+"""CuPy's and RMM's doors, against stand-ins of their documented interfaces; `test_door_real_allocators.py` has the real ones."""
 
 import gc
 import types

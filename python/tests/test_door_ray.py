@@ -105,3 +105,31 @@ def test_the_transport_by_itself(tmp_path):
     with pytest.raises(millpond.Unsupported, match="not on this node"):
         meta = type("M", (), {"socket": str(tmp_path / "none"), "ticket": ""})()
         transport.recv_multiple_tensors("x", meta, MillpondCommunicator())
+
+
+def test_both_signatures_of_registration(monkeypatch):
+    from millpond.integrations import ray as door
+
+    seen = []
+    monkeypatch.setattr(door, "register_tensor_transport", lambda name, devices, transport: seen.append((name, devices, transport)))
+    door.register()
+    monkeypatch.setattr(door, "register_tensor_transport", lambda name, devices, transport, data_type: seen.append((name, data_type)))
+    door.register("OURS")
+    assert seen == [("MILLPOND", ["cpu", "cuda"], door.MillpondTransport), ("OURS", torch.Tensor)]
+
+
+def test_the_module_that_rays_classes_were_in_before(monkeypatch):
+    import importlib.util
+    import sys
+
+    from millpond.integrations import ray as door
+
+    now = "ray.experimental.rdt.tensor_transport_manager"
+    monkeypatch.setitem(sys.modules, "ray.experimental.gpu_object_manager", importlib.import_module("ray.experimental.rdt"))
+    monkeypatch.setitem(sys.modules, "ray.experimental.gpu_object_manager.tensor_transport_manager", importlib.import_module(now))
+    monkeypatch.setitem(sys.modules, now, None)
+    spec = importlib.util.spec_from_file_location("millpond.integrations.ray_before", door.__file__)
+    before = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, before)
+    spec.loader.exec_module(before)
+    assert before.MillpondTransport is not door.MillpondTransport and before.TensorTransportManager is door.TensorTransportManager

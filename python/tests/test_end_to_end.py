@@ -594,6 +594,28 @@ with millpond.Arena(limit="64MiB", driver="host", owner="inline") as arena:
     assert code == 0 and out == "0 1", err
 
 
+def test_the_form_of_handles_is_a_parameter_and_what_is_missing_is_said():
+    code = """
+import millpond
+for owner in ("process", "inline"):
+    for kind, lacks in (("win32", "DuplicateHandle"), ("fabric", "IMEX channel")):
+        try:
+            millpond.Arena(limit="64MiB", driver="host", owner=owner, handle_kind=kind)
+        except millpond.Unsupported as e:
+            assert f"shared as {kind}: millpond lacks" in str(e) and lacks in str(e), e
+        else:
+            raise SystemExit(f"{kind} was accepted")
+    try:
+        millpond.Arena(handle_kind="windows")
+    except millpond.InvalidArgument as e:
+        assert '"posix_fd", "win32" or "fabric"' in str(e), e
+millpond.Arena(limit="64MiB", driver="host", handle_kind="posix_fd").close()
+print("said")
+"""
+    code, out, err = run(code)
+    assert code == 0 and out == "said", err
+
+
 def test_ctrl_c_reaches_a_waiting_recv(arena):
     code = """
 import millpond, os, signal, threading, time

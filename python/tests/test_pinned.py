@@ -5,7 +5,7 @@ import logging
 import pytest
 
 import millpond
-from millpond import _dtypes, _leaves, _memory, _native, _pinned, _ref, _streams, errors, tiers
+from millpond import _dtypes, _leaves, _memory, _native, _pinned, _ref, _streams, _tree, errors, tiers
 
 
 @pytest.fixture
@@ -21,6 +21,7 @@ def library(monkeypatch):
 
     monkeypatch.setattr(_native, "control", control)
     monkeypatch.setattr(_pinned, "_told", False)
+    monkeypatch.setattr(_pinned, "works", lambda device: True)
     return asked, answer
 
 
@@ -44,6 +45,7 @@ def test_what_the_library_cannot_copy_is_said_once_and_torch_does_it(monkeypatch
 
     monkeypatch.setattr(_native, "control", control)
     monkeypatch.setattr(_pinned, "_told", False)
+    monkeypatch.setattr(_pinned, "works", lambda device: True)
     with caplog.at_level(logging.WARNING):
         assert [_pinned.copy(0, 1, 2, 1 << 20) for _ in range(3)] == [None] * 3
     assert len([r for r in caplog.records if "WSL2" in r.getMessage()]) == 1
@@ -85,3 +87,21 @@ def test_steps_are_counted_by_name():
     tiers.count_fall("ipc", "pinned", "a reason of this test")
     assert tiers.steps()["ipc to pinned"] >= 1 and tiers.falls()["a reason of this test"] == 1
     assert set(tiers.NAMES) == set(tiers.totals()) == set(tiers.nbytes()) and millpond.tiers is tiers
+
+
+def test_a_value_that_is_only_passed_on_comes_out_on_a_gpu_all_the_same(pair, monkeypatch):
+    torch = pytest.importorskip("torch")
+    from millpond import _decode
+
+    near, far = pair
+    monkeypatch.setattr(_leaves, "device_id", lambda device: 9)
+    monkeypatch.setattr(_leaves, "_on_gpu", lambda tensor: False)
+    monkeypatch.setitem(_tree._DISPATCH, torch.Tensor, lambda e, tensor, depth: _leaves.hosted(e, tensor))
+    near.send({"t": torch.arange(6.0)})
+    passed = far.recv(timeout=2, lazy=True)["t"]
+    assert passed._gpu == 9 and passed.device == "cpu"
+    far.send([passed])
+    put = []
+    monkeypatch.setattr(_decode._Decoder, "put_back", lambda self, value, device_id: put.append(device_id) or value)
+    (again,) = near.recv(timeout=2)
+    assert put == [9] and again.tolist() == [0, 1, 2, 3, 4, 5]

@@ -182,6 +182,69 @@ def test_registered_type_by_functions_and_its_versions(pair, registry):
         pair[1].recv(timeout=5)
 
 
+class Odd:
+    """Has no fields that anybody knows of."""
+
+    def __init__(self, secret):
+        self.secret = secret
+
+    def __eq__(self, other):
+        return type(other) is Odd and other.secret == self.secret
+
+
+def test_pickle_is_for_types_that_both_sides_registered_for_it(pair, registry, fake):
+    with pytest.raises(millpond.CannotCross, match=r"out\[0\] cannot cross: a value of type .*Odd"):
+        pair[0].send([Odd(1)])
+    millpond.register(Odd, pickle=True, version=3)
+    before = millpond.tiers.falls()
+    assert cross(pair, {"x": [Odd({"deep": (1, 2.5)}), 4]}) == {"x": [Odd({"deep": (1, 2.5)}), 4]}
+    text, ranges = fake.sent[-1]
+    assert b'["p","Odd",3,["t","b",0,0,"uint8",' in text and b"deep" not in text, "marked, and not in the message"
+    assert len(ranges) == 1, "in a memfd, however small"
+    why = "a Odd crosses as a pickle: it is registered for that"
+    assert millpond.tiers.falls()[why] == before.get(why, 0) + 1
+    pair[0].send(Odd(2))
+    message = pair[1]._wait(pair[1]._next_value, 5)
+    millpond.register(Odd, lambda value: {}, lambda fields: Odd(0), version=3)
+    with pytest.raises(millpond.Unsupported, match="received a 'Odd' as a pickle; it is registered here to come by its fields"):
+        message.decode()
+    with pytest.raises(millpond.InvalidArgument, match="not both"):
+        millpond.register(Odd, lambda value: {}, lambda fields: None, pickle=True)
+
+
+def test_a_pickle_that_cannot_be_or_is_another_type_is_named(pair, registry):
+    millpond.register(Odd, pickle=True)
+    with pytest.raises(millpond.CannotCross, match=r'out\["bad"\] cannot cross: a Odd that cannot be pickled: .*lambda'):
+        pair[0].send({"good": 1, "bad": Odd(lambda: 0)})
+    import pickle
+
+    from millpond import _types
+
+    for data, words in ((pickle.dumps(7), "holds a int"), (b"no pickle", "could not be read")):
+        with pytest.raises(millpond.Protocol, match=words):
+            _types.unpickle("Odd", 1, data)
+    with pytest.raises(millpond.Unsupported, match="not registered"):
+        _types.unpickle("Even", 1, pickle.dumps(7))
+
+
+def test_a_mesh_crosses_by_its_fields_and_keeps_what_it_shares(pair, registry):
+    np = pytest.importorskip("numpy")
+
+    class Mesh3:  # as trimesh's: no dataclass, arrays that may be missing
+        def __init__(self, vertices, faces, normals=None, extras=None):
+            self.vertices, self.faces, self.normals, self.extras = vertices, faces, normals, extras or {}
+
+    keys = ("vertices", "faces", "normals", "extras")
+    millpond.register(Mesh3, lambda mesh: {key: getattr(mesh, key) for key in keys}, lambda fields: Mesh3(**fields), name="mesh", version=2)
+    vertices = np.arange(12, dtype=np.float32).reshape(4, 3)
+    mesh = Mesh3(vertices, np.array([[0, 1, 2], [1, 2, 3]], np.int32), None, {"first": vertices[:1], "uv": np.zeros((0, 2))})
+    got = cross(pair, {"meshes": [mesh, mesh]})["meshes"]
+    assert all(type(one) is Mesh3 and np.array_equal(one.vertices, vertices) and one.normals is None for one in got)
+    assert got[0].faces.dtype == np.int32 and got[0].extras["uv"].shape == (0, 2)
+    got[0].vertices[0, 0] = 99
+    assert got[0].extras["first"][0, 0] == 99 and got[1].vertices[0, 0] == 99, "one memory, as at the sender"
+
+
 def test_an_unregistered_record_is_named_at_the_receiver(pair, registry):
     millpond.register(Mesh, name="mesh")
     pair[0].send(Mesh(1, 2))
@@ -216,6 +279,12 @@ HOSTILE = [
     '[["m"],{"$":["t","n",0,0.5,"float32",[1],0]}]',
     '[["m"],{"$":["t"]}]',
     '[["m"],{"$":["zz",1]}]',
+    '[["m"],{"$":["h",["t","t",0,0,"float32",[1000],0],1,[]]}]',
+    '[["m"],{"$":["h",["t","t",9,0,"float32",[1],0],1,[[4,1,1]]]}]',
+    '[["m"],{"$":["h",{"t":1},1,[]]}]',
+    '[["m"],{"$":["h",["t"],1,[]]}]',
+    '[["m"],{"$":["p","Odd",1,["t","b",0,0,"uint8",[1],0]]}]',
+    '[["m"],{"$":["p",[],1,["t","b",9,0,"uint8",[1],0]]}]',
     '[["m"],{"$":{}}]',
     '[["m"],{"$":[]}]',
     '[["m"],{"$":["b","*"]}]',

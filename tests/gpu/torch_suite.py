@@ -28,7 +28,7 @@ def main():
     os.environ["MILLPOND_TEST_DRIVER"] = options.driver
     import harness
 
-    cases = "allocator graphs handoff death queues doors tiers programs watch recording two_gpus".split()
+    cases = "allocator graphs handoff death queues doors tiers copies programs watch recording two_gpus".split()
     for module in (f"cases_{name}" for name in cases):
         __import__(module)
     if options.worker:

@@ -129,7 +129,7 @@ const char *millpond_version(void);
 // | --- | --- | --- |
 // | attach | socket, key, name, role (parent, worker), limit, on_owner_death (continue, exit), wait (stream, host), python, torch, timeout_ms | client, serial, token, owner_pid, devices: [id, ordinal, host, name, total, limit, chunk_bytes, window, window_bytes] |
 // | detach, status | | {}; attached, and what attach answered |
-// | serve_inline, stop_inline | driver (auto, host, cuda), limit (bytes or "80%"), chunk_bytes | socket, key |
+// | serve_inline, stop_inline | driver (auto, host, cuda), limit (bytes or "80%"), chunk_bytes, handle_kind (posix_fd) | socket, key |
 // | accept | timeout_ms | channel, peer: {client, serial, name, pid} |
 // | connect | peer ("parent", a name, a slot), timeout_ms | the same |
 // | close, channel_fd | channel | {}; fd, for poll: it stays the library's |
@@ -143,6 +143,9 @@ const char *millpond_version(void);
 // | next_event | timeout_ms | event: {kind (pressure, refusal), device, by, asked, limit, reserved, free, missed}, or null |
 // | locate | address | kind (block, import, foreign), window, offset, device |
 // | copy_by_host | device, to, from, bytes, stream: one side is host memory; returns when it is there | pinned, pageable: bytes |
+// | copy_out | as copy_by_host, from a GPU: it is queued, and a message with the block may leave | number, pieces: [end, timeline, value], pinned, pageable |
+// | copied_out | number: must follow | {}: that copy is over |
+// | copy_in | device, import, offset, bytes, done, to, stream, pieces | done: less than bytes where the time was up; pinned, pageable |
 // | import_parted | import | parted: it was let go of and no stream can reach it |
 // | pool_swap; pool_fd, pool_use; pool_import | device; ; device, peer (serial), theirs (its GPU), fd | id; fd (the caller closes it), reserved, used and their peaks; {} |
 // | foreign_export | device, address: memory that is not the arena's | kind (ipc, pool), token, offset, bytes |

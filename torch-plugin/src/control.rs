@@ -7,11 +7,11 @@ use std::ptr::null_mut;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use millpond_allocator::driver::Stream;
+use millpond_allocator::driver::cuda::HandleKind;
 use millpond_ipc::client::{Channel, Client, Error, Located, OnOwnerDeath, Options, Place};
 use millpond_ipc::control::Count;
 use millpond_ipc::observer::{ObserveError, Observer};
-use millpond_ipc::owner::{Config, DriverChoice, Inline, Limit};
+use millpond_ipc::owner::{Config, DriverChoice, Inline, Limit, OwnerError};
 use millpond_ipc::wire::Role;
 use parking_lot::Mutex;
 use serde::Deserialize;
@@ -19,7 +19,8 @@ use serde_json::{json, Value};
 
 use crate::error::{give, guard, take, ApiError, Result, FAILED};
 use crate::foreign::{self, Kind};
-use crate::{recording, state, stats, tensor, torch};
+use crate::tensor::place;
+use crate::{copies, recording, state, stats, tensor, torch};
 
 /// The version of this interface. It changes when a function or a structure does.
 pub const ABI_VERSION: u32 = 2;
@@ -76,6 +77,8 @@ struct Serve {
     limit: Option<Value>,
     #[serde(default)]
     chunk_bytes: Option<u64>,
+    #[serde(default)]
+    handle_kind: Option<String>,
 }
 
 fn host() -> i32 {
@@ -156,12 +159,17 @@ enum Op {
         address: u64,
     },
     CopyByHost {
-        device: u32,
+        device: i32,
         to: u64,
         from: u64,
         bytes: u64,
         stream: u64,
     },
+    CopyOut(copies::Out),
+    CopiedOut {
+        number: u64,
+    },
+    CopyIn(Box<copies::In>),
     ImportParted {
         import: u64,
     },
@@ -229,7 +237,7 @@ enum Op {
 /// | --- | --- | --- |
 /// | attach | socket, key, name, role (parent, worker), limit, on_owner_death (continue, exit), wait (stream, host), python, torch, timeout_ms | client, serial, token, owner_pid, devices: [id, ordinal, host, name, total, limit, chunk_bytes, window, window_bytes] |
 /// | detach, status | | {}; attached, and what attach answered |
-/// | serve_inline, stop_inline | driver (auto, host, cuda), limit (bytes or "80%"), chunk_bytes | socket, key |
+/// | serve_inline, stop_inline | driver (auto, host, cuda), limit (bytes or "80%"), chunk_bytes, handle_kind (posix_fd) | socket, key |
 /// | accept | timeout_ms | channel, peer: {client, serial, name, pid} |
 /// | connect | peer ("parent", a name, a slot), timeout_ms | the same |
 /// | close, channel_fd | channel | {}; fd, for poll: it stays the library's |
@@ -243,6 +251,9 @@ enum Op {
 /// | next_event | timeout_ms | event: {kind (pressure, refusal), device, by, asked, limit, reserved, free, missed}, or null |
 /// | locate | address | kind (block, import, foreign), window, offset, device |
 /// | copy_by_host | device, to, from, bytes, stream: one side is host memory; returns when it is there | pinned, pageable: bytes |
+/// | copy_out | as copy_by_host, from a GPU: it is queued, and a message with the block may leave | number, pieces: [end, timeline, value], pinned, pageable |
+/// | copied_out | number: must follow | {}: that copy is over |
+/// | copy_in | device, import, offset, bytes, done, to, stream, pieces | done: less than bytes where the time was up; pinned, pageable |
 /// | import_parted | import | parted: it was let go of and no stream can reach it |
 /// | pool_swap; pool_fd, pool_use; pool_import | device; ; device, peer (serial), theirs (its GPU), fd | id; fd (the caller closes it), reserved, used and their peaks; {} |
 /// | foreign_export | device, address: memory that is not the arena's | kind (ipc, pool), token, offset, bytes |
@@ -341,10 +352,13 @@ fn run(op: Op) -> Result<Value> {
         Op::NextEvent { timeout_ms } => json!({ "event": state::client()?.next_event(wait(timeout_ms))? }),
         Op::Counters => counters(&*state::client()?),
         Op::Locate { address } => locate(&*state::client()?, address),
-        Op::CopyByHost { device, to, from, bytes, stream } => {
-            let copied = state::client()?.copy_by_host(device, to, from, bytes, Stream(stream))?;
-            json!({"pinned": copied.pinned, "pageable": copied.pageable})
+        Op::CopyByHost { device, to, from, bytes, stream } => copies::by_host(device, to, from, bytes, stream)?,
+        Op::CopyOut(op) => copies::out(&op)?,
+        Op::CopiedOut { number } => {
+            state::client()?.copied_out(number)?;
+            json!({})
         }
+        Op::CopyIn(op) => copies::into(&op)?,
         Op::ImportParted { import } => json!({ "parted": state::client()?.is_parted(import) }),
         Op::PoolSwap { device } => foreign::swap(device)?,
         Op::PoolFd { device } => foreign::pool_fd(device)?,
@@ -374,10 +388,6 @@ fn to_value(value: &impl serde::Serialize) -> Result<Value> {
 
 fn wait(timeout_ms: Option<u64>) -> Duration {
     Duration::from_millis(timeout_ms.unwrap_or(30_000))
-}
-
-fn place(device: i32) -> Place {
-    u32::try_from(device).map_or(Place::Host, Place::Ordinal)
 }
 
 fn attach(op: Attach) -> Result<Value> {
@@ -487,9 +497,14 @@ fn serve_inline(settings: &Serve) -> Result<Value> {
             Some(limit) => Limit::Bytes(limit.as_u64().ok_or_else(|| ApiError::argument(format!("a limit of {limit}")))?),
         },
         chunk_bytes: settings.chunk_bytes,
+        handle_kind: settings.handle_kind.as_deref().map_or(Ok(HandleKind::default()), str::parse).map_err(ApiError::argument)?,
         ..Config::default()
     };
-    let owner = inline.insert(Inline::start(config).map_err(|error| ApiError::argument(error.to_string()))?);
+    let refused = |error: OwnerError| match error {
+        OwnerError::HandleKind { .. } => ApiError::Client(Error::Unsupported(error.to_string())),
+        error => ApiError::argument(error.to_string()),
+    };
+    let owner = inline.insert(Inline::start(config).map_err(refused)?);
     Ok(json!({ "socket": owner.socket().display().to_string(), "key": owner.key() }))
 }
 

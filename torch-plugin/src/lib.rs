@@ -16,6 +16,7 @@
 
 pub mod cache_info;
 pub mod control;
+mod copies;
 pub mod dlpack;
 pub mod error;
 pub mod foreign;

@@ -114,7 +114,8 @@ fn timeout(ms: i64) -> Option<Duration> {
     u64::try_from(ms).ok().map(Duration::from_millis)
 }
 
-fn place(device: i32) -> Place {
+/// Where a device is, as C and Python name it.
+pub(crate) fn place(device: i32) -> Place {
     u32::try_from(device).map_or(Place::Host, Place::Ordinal)
 }
 

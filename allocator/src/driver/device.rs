@@ -39,7 +39,8 @@ impl DeviceId {
     }
 }
 
-/// `GPU-xxxxxxxx-xxxx-xxxx-xxxx-xxxxxxxxxxxx`, as `nvidia-smi -L` prints it, or `HOST-n`.
+/// `GPU-xxxxxxxx-xxxx-xxxx-xxxx-xxxxxxxxxxxx`, as `nvidia-smi -L` prints it, or `HOST-n`. The driver gives a MIG instance's identity as
+/// it gives a GPU's, so `MIG-…` is read as the same bytes, and written with `GPU`.
 impl fmt::Display for DeviceId {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         if let Some(n) = self.host_number() {
@@ -64,7 +65,7 @@ impl fmt::Debug for DeviceId {
 
 /// A string that names no device.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("{0:?} is no device: expected GPU-xxxxxxxx-xxxx-xxxx-xxxx-xxxxxxxxxxxx or HOST-n")]
+#[error("{0:?} is no device: expected GPU-xxxxxxxx-xxxx-xxxx-xxxx-xxxxxxxxxxxx, MIG-… or HOST-n")]
 pub struct ParseDeviceIdError(String);
 
 impl FromStr for DeviceId {
@@ -75,7 +76,8 @@ impl FromStr for DeviceId {
         if let Some(n) = text.strip_prefix("HOST-") {
             return n.parse().map(Self::host).map_err(|_| error());
         }
-        let digits: Vec<u8> = text.strip_prefix("GPU-").ok_or_else(error)?.bytes().filter(|b| *b != b'-').collect();
+        let digits: Vec<u8> =
+            text.strip_prefix("GPU-").or_else(|| text.strip_prefix("MIG-")).ok_or_else(error)?.bytes().filter(|b| *b != b'-').collect();
         if digits.len() != 32 {
             return Err(error());
         }
@@ -122,6 +124,7 @@ mod tests {
 
     #[test]
     fn other_text_is_refused() {
+        assert_eq!("MIG-abababab-abab-abab-abab-abababababab".parse(), Ok(DeviceId::from_uuid([0xab; 16])));
         for text in ["", "0", "GPU-", "GPU-zz", "HOST-", "HOST--1", "cuda:0", "GPU-abababab-abab-abab-abab-ababababab€"] {
             assert!(text.parse::<DeviceId>().is_err(), "{text}");
         }

@@ -10,7 +10,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use millpond_allocator::driver::host::{HostConfig, HostPlatform};
-use millpond_allocator::driver::{cuda::CudaPlatform, Access, Addr, DeviceId, Driver, DriverError, Event, Platform, Stream, StreamId};
+use millpond_allocator::driver::{
+    cuda::CudaPlatform, cuda::HandleKind, Access, Addr, DeviceId, Driver, DriverError, Event, Platform, Stream, StreamId,
+};
 use millpond_allocator::heap::{ChunkSource, GrowError, Heap, HeapConfig, Live, LiveSink};
 use millpond_allocator::pins::Pins;
 use millpond_allocator::timeline::{Slots, TimelineError, Timelines, Word};
@@ -239,6 +241,10 @@ impl Device {
         if grant.index as usize >= MAX_DEVICES || grant.granularity == 0 || grant.window_bytes == 0 {
             return Err(Error::Protocol(format!("the owner's figures for {id} cannot be: {grant:?}")));
         }
+        let kind: HandleKind = grant.handle_kind.parse().map_err(|error| Error::Protocol(format!("the owner's device {id}: {error}")))?;
+        if let Some(lacks) = kind.lacks() {
+            return Err(Error::Unsupported(format!("the owner shares the memory of {id} as {kind}: millpond lacks {lacks}")));
+        }
         Ok(Self { grant, id, shared, opened: Mutex::default() })
     }
 
@@ -259,6 +265,9 @@ impl Device {
         }
         let driver = self.shared.platforms.open(self.id)?;
         driver.attach_context()?;
+        if driver.is_host() {
+            self.shared.pins.lies_in(driver.clone());
+        }
         let memory = Arc::new(Words(self.shared.control.clone()));
         let timelines = Arc::new(Timelines::new(driver.clone(), memory, self.shared.slots.clone())?);
         let window = Window::reserve(driver.clone(), self.grant.window_bytes, Access::ReadWrite)?.telling(self.shared.unmapping(&driver));

@@ -21,6 +21,7 @@ pub use channel::Channel;
 pub use error::Error;
 pub use events::Event;
 pub use lease::HoldRef;
+pub use pinned::Piece;
 pub use receive::{Incoming, Message, ReceiveOptions};
 pub use record::recording_file;
 pub use send::{Outgoing, Way};
@@ -48,6 +49,7 @@ use device::{Device, Platforms, Shared, CALL_TIMEOUT};
 use import::Imports;
 use lease::Leases;
 use link::{Link, Notice};
+use pinned::Departures;
 use wake::Wake;
 
 /// How long leaving waits for streams that still use what was let go of.
@@ -167,6 +169,8 @@ pub struct Client {
     wake: Mutex<Option<Wake>>,
     /// GPUs that the arena does not serve, by ordinal, as far as they were asked for.
     gpus: Mutex<HashMap<u32, Arc<dyn Driver>>>,
+    /// Values that are on their way to host memory.
+    departures: Departures,
     host_waits: bool,
     /// What has been done so far.
     pub counters: Counters,
@@ -219,6 +223,7 @@ impl Client {
             pidfds: Mutex::default(),
             wake: Mutex::default(),
             gpus: Mutex::default(),
+            departures: Departures::default(),
             host_waits: options.host_waits,
             counters: Counters::default(),
             notices: Mutex::default(),
@@ -237,6 +242,7 @@ impl Client {
         if self.is_forked() || self.shared.left.load(Ordering::Acquire) {
             return;
         }
+        self.departures.finish(&self.shared.pins);
         // What was let go of is done soon, where its streams are.
         let until = Instant::now() + PARTING;
         while self.imports.any_parting() && Instant::now() < until {

@@ -174,14 +174,7 @@ impl Client {
             return Err(died(&import));
         }
         let opened = self.device_at(import.device)?.open()?;
-        let addr = match import.addr {
-            Some(addr) => addr,
-            None => {
-                let Import { window, offset, bytes, read_only, .. } = import;
-                let range = Range { window, offset, bytes, epochs: &import.epochs, read_only };
-                opened.resolve(range, |chunk| self.imports.uses(window, chunk, Some(handle)))?
-            }
-        };
+        let addr = self.mapped(handle, &import, &opened)?;
         // On every import: the same block may have been sent again with new contents.
         let on_cpu = wait || stream.is_none() || self.host_waits;
         let until = deadline(timeout);
@@ -199,7 +192,6 @@ impl Client {
         }
         let id = stream.map(|stream| opened.identify(stream)).transpose()?;
         self.imports.with(handle, |import| {
-            import.addr = Some(addr);
             if on_cpu {
                 import.ready.clear();
             }
@@ -210,6 +202,18 @@ impl Client {
         if let (Some(stream), Some(id)) = (stream, id) {
             self.part(&opened, stream, id);
         }
+        Ok(addr)
+    }
+
+    /// Where an import is mapped here, after what is missing of it has been mapped.
+    pub(super) fn mapped(&self, handle: u64, import: &Import, opened: &Opened) -> Result<Addr, Error> {
+        if let Some(addr) = import.addr {
+            return Ok(addr);
+        }
+        let Import { window, offset, bytes, read_only, .. } = *import;
+        let range = Range { window, offset, bytes, epochs: &import.epochs, read_only };
+        let addr = opened.resolve(range, |chunk| self.imports.uses(window, chunk, Some(handle)))?;
+        self.imports.with(handle, |import| import.addr = Some(addr))?;
         Ok(addr)
     }
 
@@ -373,7 +377,7 @@ impl Client {
 
     /// Waits on the CPU. If nobody is left who could signal, the owner's poison ends this, or where there is no owner, the
     /// tender's.
-    fn await_until(&self, signal: Signal, deadline: Option<Instant>) -> Result<(), Error> {
+    pub(super) fn await_until(&self, signal: Signal, deadline: Option<Instant>) -> Result<(), Error> {
         let word =
             self.shared.control.timeline(signal.timeline).ok_or_else(|| Error::Protocol(format!("no timeline {}", signal.timeline)))?;
         if word.reached(signal.value) == Reached::Yes {
@@ -401,7 +405,7 @@ impl Client {
 }
 
 /// When a time-out is over; `None`: never.
-fn deadline(timeout: Option<Duration>) -> Option<Instant> {
+pub(super) fn deadline(timeout: Option<Duration>) -> Option<Instant> {
     timeout.map(|timeout| Instant::now() + timeout.min(LONGEST))
 }
 

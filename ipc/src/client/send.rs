@@ -257,6 +257,11 @@ impl Client {
                     )));
                 }
                 self.lend(draft, &opened, block, (offset, tensor.bytes), tensor, (receiver, tensor.way.or(Tier::Arena)))?;
+                if opened.driver.is_host() {
+                    let copying = self.departures.ready(tensor.addr, tensor.bytes);
+                    let signals: Vec<u32> = copying.into_iter().map(|signal| draft.signal(signal)).collect();
+                    draft.tensors.last_mut().into_iter().for_each(|descriptor| descriptor.ready.extend(&signals));
+                }
             }
             None => {
                 *copied = true;
@@ -264,7 +269,7 @@ impl Client {
                 let copy = opened.heap.allocate(tensor.bytes, stream)?;
                 draft.copied.push((opened.clone(), copy, tensor.bytes));
                 draft.copied_bytes += tensor.bytes;
-                self.copy_in(&opened, copy, tensor, stream)?;
+                self.copy_into_arena(&opened, copy, tensor, stream)?;
                 let offset = copy - opened.heap.window().base();
                 self.lend(draft, &opened, copy, (offset, tensor.bytes), tensor, (receiver, tensor.way.or(Tier::Copy)))?;
                 // The copy is queued, whoever wrote its source.
@@ -351,7 +356,7 @@ impl Client {
         Ok(Some((opened, stream)))
     }
 
-    fn copy_in(&self, opened: &Opened, to: Addr, tensor: &Outgoing, stream: Stream) -> Result<(), Error> {
+    fn copy_into_arena(&self, opened: &Opened, to: Addr, tensor: &Outgoing, stream: Stream) -> Result<(), Error> {
         if opened.driver.is_host() {
             // The CPU reads the source, so the CPU copies it; by the time this returns, the caller may change it.
             let id = StreamWait { opened, stream };

@@ -2,6 +2,7 @@
 
 use std::path::PathBuf;
 
+use millpond_allocator::driver::cuda::HandleKind;
 use millpond_allocator::driver::host::ConfigError;
 use millpond_allocator::driver::{DeviceId, DriverError};
 use rustix::io::Errno;
@@ -85,6 +86,8 @@ pub struct Config {
     pub driver: DriverChoice,
     /// Which GPUs; all that are visible where `None`.
     pub devices: Option<Vec<DeviceId>>,
+    /// In what form memory is shared. [`HandleKind::PosixFd`] works; the others are refused with what they lack.
+    pub handle_kind: HandleKind,
     /// How much of each device.
     pub limit: Limit,
     /// The largest chunk in bytes; [`CHUNK_BYTES`] where `None`.
@@ -119,6 +122,7 @@ impl Default for Config {
         Self {
             driver: DriverChoice::Auto,
             devices: None,
+            handle_kind: HandleKind::default(),
             limit: Limit::Percent(100.0),
             chunk_bytes: None,
             window_factor: 2,
@@ -145,6 +149,14 @@ pub enum OwnerError {
     /// A host variable of the environment that says nothing usable.
     #[error(transparent)]
     Host(#[from] ConfigError),
+    /// A form of handle that millpond cannot share memory in.
+    #[error("memory cannot be shared as {kind}: millpond lacks {lacks}; posix_fd works")]
+    HandleKind {
+        /// The form.
+        kind: HandleKind,
+        /// What it would take.
+        lacks: &'static str,
+    },
     /// A limit above the device.
     #[error("limit of {asked} bytes is above {device}, which has {total} bytes")]
     LimitAboveDevice {
@@ -241,6 +253,7 @@ impl OwnerError {
         match self {
             Self::Driver(DriverError::Call { .. }) | Self::Control(_) | Self::System { .. } => "Internal",
             Self::Driver(_) => "DriverUnavailable",
+            Self::HandleKind { .. } => "Unsupported",
             _ => "InvalidArgument",
         }
     }

@@ -24,6 +24,9 @@ pub(super) struct Served {
 
 /// Opens what the configuration asks for: GPUs first, the host last.
 pub(super) fn open(config: &Config) -> Result<Vec<Served>, OwnerError> {
+    if let Some(lacks) = config.handle_kind.lacks() {
+        return Err(OwnerError::HandleKind { kind: config.handle_kind, lacks });
+    }
     let mut drivers = gpus(config)?;
     let no_gpu = drivers.is_empty();
     let mut host = HostConfig::from_env()?;
@@ -49,7 +52,8 @@ fn gpus(config: &Config) -> Result<Vec<Arc<dyn Driver>>, OwnerError> {
     if !must && named.as_ref().is_some_and(Vec::is_empty) {
         return Ok(Vec::new());
     }
-    let found = CudaPlatform::load().and_then(|platform| platform.devices().map(|devices| (platform, devices)));
+    let load = || CudaPlatform::load().map(|platform| platform.with_handles(config.handle_kind));
+    let found = load().and_then(|platform| platform.devices().map(|devices| (platform, devices)));
     let (platform, devices) = match found {
         Ok(found) => found,
         Err(error) if must || named.is_some() => return Err(error.into()),

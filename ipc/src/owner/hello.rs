@@ -180,6 +180,7 @@ impl Owner {
             chunk_bytes: books.served.chunk_bytes,
             window: windows.get(index as usize).copied().unwrap_or(u32::MAX),
             window_bytes: books.served.window_bytes,
+            handle_kind: self.config.handle_kind.name().to_owned(),
         };
         let devices = (0..).zip(&self.estate.devices).map(grant).collect();
         Welcome { client, serial, token: self.token_text(), owner_pid: std::process::id(), devices, fds: 1 }

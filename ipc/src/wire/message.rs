@@ -3,6 +3,7 @@
 //! A client's requests carry a `call_id` of its choice, which the answer repeats; answers come in any order. The owner's
 //! requests to a client ([`Ask`]) carry the owner's own. `fds` says how many descriptors travel with the frame.
 
+use millpond_allocator::driver::cuda::HandleKind;
 use serde::{Deserialize, Serialize};
 
 /// The protocol's version. It changes when a message changes its meaning.
@@ -75,6 +76,18 @@ pub struct DeviceGrant {
     pub window: u32,
     /// Bytes of address space of every window of this device.
     pub window_bytes: u64,
+    /// In what form its chunks come ([`millpond_allocator::driver::cuda::HandleKind`] as text). Left out: `posix_fd`, a descriptor with
+    /// the frame.
+    #[serde(default = "posix_fd", skip_serializing_if = "is_posix_fd")]
+    pub handle_kind: String,
+}
+
+fn posix_fd() -> String {
+    HandleKind::PosixFd.name().to_owned()
+}
+
+fn is_posix_fd(kind: &String) -> bool {
+    kind == HandleKind::PosixFd.name()
 }
 
 /// The owner's answer to a good [`Hello`]. One descriptor comes with it: the control memory.

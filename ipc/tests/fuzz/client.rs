@@ -29,6 +29,7 @@ fn welcome() -> Welcome {
         chunk_bytes: 4 * UNIT,
         window: 1,
         window_bytes: 1 << 30,
+        handle_kind: "posix_fd".to_owned(),
     };
     Welcome { client: 0, serial: 1, token: "0".repeat(32), owner_pid: std::process::id(), devices: vec![grant], fds: 1 }
 }
@@ -109,6 +110,31 @@ fn a_client_survives_an_owner_that_says_anything() {
         }
         owner.join().unwrap();
     });
+}
+
+#[test]
+fn a_client_refuses_memory_that_is_shared_in_another_form() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("socket");
+    let listener = UnixListener::bind(&path).unwrap();
+    let control = Control::create([1, 2], std::process::id()).unwrap();
+    let mut plain = serde_json::to_value(welcome()).unwrap();
+    assert!(plain["devices"][0].get("handle_kind").is_none(), "what is left out is posix_fd");
+    for (kind, said) in [("fabric", "IMEX"), ("win32", "DuplicateHandle"), ("carrier pigeon", "no kind of handle")] {
+        plain["devices"][0]["handle_kind"] = kind.into();
+        let welcome: Welcome = serde_json::from_value(plain.clone()).unwrap();
+        let error = std::thread::scope(|scope| {
+            let (listener, control) = (&listener, &control);
+            scope.spawn(move || {
+                let (stream, mut reader) = (listener.accept().unwrap().0, FrameReader::default());
+                reader.read_frame(stream.as_fd(), Some(PATIENCE), false).unwrap();
+                let body = serde_json::to_vec(&FromOwner::Welcome { welcome }).unwrap();
+                send_frame(stream.as_fd(), &body, &[control.fd()], Some(PATIENCE)).unwrap();
+            });
+            Client::attach(&Options::new(path.clone(), "00".repeat(16), "c".to_owned())).unwrap_err()
+        });
+        assert!(error.to_string().contains("HOST-0") && error.to_string().contains(said), "{error}");
+    }
 }
 
 fn fd(channel: &Channel) -> BorrowedFd<'_> {

@@ -3,6 +3,7 @@
 use std::os::fd::AsFd;
 use std::os::unix::fs::PermissionsExt;
 
+use millpond_allocator::driver::cuda::HandleKind;
 use millpond_ipc::control::MAX_CLIENTS;
 use millpond_ipc::owner::{Config, DriverChoice, Limit, Owner, OwnerError};
 use millpond_ipc::wire::{Answer, FrameError, Reason, Request, Role};
@@ -148,6 +149,10 @@ fn configurations_that_cannot_be_are_named() {
     assert!(matches!(bind(|config| config.chunk_bytes = Some(UNIT + 1)), OwnerError::ChunkUnit { .. }));
     assert!(matches!(bind(|config| config.window_factor = 0), OwnerError::Window { .. }));
     assert!(matches!(bind(|config| config.key = Some("secret".to_owned())), OwnerError::Key));
+    let windows = bind(|config| config.handle_kind = HandleKind::Win32);
+    assert!(windows.code() == "Unsupported" && windows.to_string().contains("win32: millpond lacks"), "{windows}");
+    assert!(windows.to_string().contains("DuplicateHandle"), "{windows}");
+    assert!(bind(|config| config.handle_kind = HandleKind::Fabric).to_string().contains("IMEX channel"));
     let cuda = Owner::bind(Config { driver: DriverChoice::Cuda, ..config() });
     if let Err(error) = cuda {
         assert!(matches!(error, OwnerError::Driver(_)), "{error}");

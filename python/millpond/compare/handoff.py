@@ -58,7 +58,8 @@ class Ours:
         else:
             import torch
 
-            millpond.torch.install()
+            if settings["mode"] == "ours":
+                millpond.torch.install()
             self._make = lambda nbytes: torch.empty(nbytes, dtype=torch.uint8, device="cuda")
         command = [sys.executable, "-m", "millpond.compare.receiver", json.dumps({"way": "ours", "host": host})]
         self._receiver = subprocess.Popen(command, env=self._arena.worker_env("receiver"))
@@ -74,6 +75,23 @@ class Ours:
         self._conn.close()
         self._receiver.wait(5)
         self._arena.close()
+
+
+class OneCopy:
+    """A copy on the GPU, and nobody to give it to."""
+
+    def __init__(self, settings, largest, host):
+        import torch
+
+        self._source, self._into = (torch.zeros(largest, dtype=torch.uint8, device="cuda") for _ in range(2))
+        self._wait = torch.cuda.current_stream().synchronize
+
+    def exchange(self, nbytes):
+        self._into[:nbytes].copy_(self._source[:nbytes])
+        self._wait()
+
+    def close(self):
+        pass
 
 
 class Queue:
@@ -247,6 +265,8 @@ class PoolPointer(_Beside):
 
 _WAYS = {
     "ours": Ours,
+    "ours-copied": Ours,
+    "one-copy": OneCopy,
     "mp-native": Queue,
     "mp-expandable": Queue,
     "mp-queue": Queue,

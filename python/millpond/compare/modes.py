@@ -26,6 +26,8 @@ MODES = {
     },
     "handoff": {
         "ours": "millpond: a torch tensor as an offset, by a channel",
+        "ours-copied": "millpond: a tensor of torch's own allocator, copied into the arena on its GPU",
+        "one-copy": "one copy on the GPU in one process, waited for: the floor of a copied hand-off",
         "mp-native": "torch.multiprocessing.Queue over CUDA IPC, native allocator",
         "mp-expandable": "torch.multiprocessing.Queue, expandable_segments:True",
         "pool-pointer": "a shareable cuMemPool: export pointer, import pointer, free",

@@ -3,7 +3,7 @@
     millpond.attach()                      # or millpond.Arena(...)
     millpond.integrations.cupy.install()
 
-Not run against the real CuPy here: the tests hold it against a stand-in with CuPy's documented interface.
+The tests hold it against the real CuPy (14.2) as far as that goes without a GPU: its allocator calls ours.
 """
 
 from .. import _memory, _native

@@ -2,7 +2,7 @@
 
     millpond.integrations.rmm.install()
 
-Not run against the real RMM here: the tests hold it against a stand-in with the documented interface.
+The tests hold it against the real RMM (26.10) as far as that goes without a GPU: its resource calls ours.
 """
 
 from .. import _native, _streams

@@ -8,6 +8,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use millpond_allocator::driver::{Addr, Driver, Stream};
+use millpond_allocator::timeline::Signal;
 use millpond_ipc::client::{Channel, Client, Error, Incoming, OnOwnerDeath, Options, Outgoing, Place, ReceiveOptions, Way};
 use millpond_ipc::wire::Role;
 
@@ -340,6 +341,30 @@ impl Worker {
                 let (addr, bytes) = self.block(words.value()?)?;
                 let byte: u8 = words.value()?;
                 super::is_all(addr, bytes, byte).then(String::new).ok_or_else(|| wrong(format!("the block does not hold {byte}")))
+            }
+            // A copy of one block to another, as a value that leaves by host memory: its number and its pieces.
+            "copyout" => {
+                let ((to, _), (from, bytes)) = (self.block(words.value()?)?, self.block(words.value()?)?);
+                let stream = self.maybe_stream(words)?.unwrap_or(Stream::LEGACY);
+                let (number, pieces, _) = self.client.copy_out(host, to, from, bytes, stream).map_err(failed)?;
+                let piece = |(end, signal): (u64, Signal)| format!(" {end}:{}:{}", signal.timeline, signal.value);
+                Ok(format!("{number}{}", pieces.into_iter().map(piece).collect::<String>()))
+            }
+            "copiedout" => self.client.copied_out(words.value()?).map(|()| String::new()).map_err(failed),
+            // Import, block, milliseconds, the bytes that are copied already, pieces: how far it came.
+            "copyin" => {
+                let (import, (to, _)) = (self.import(words.value()?)?, self.block(words.value()?)?);
+                let (ms, copied) = (words.value()?, words.value()?);
+                let piece = |text: &str| -> Option<(u64, Signal)> {
+                    let mut parts = text.split(':').map(|part| part.parse().ok());
+                    let (end, timeline, value) = (parts.next()??, parts.next()??, parts.next()??);
+                    Some((end, Signal { timeline: timeline as u32, value }))
+                };
+                let pieces = words.0.by_ref().map(piece).collect::<Option<Vec<_>>>().ok_or_else(|| wrong("no pieces"))?;
+                let range = (0, import.bytes, copied);
+                let (timeout, stream) = (Some(Duration::from_millis(ms)), Stream::LEGACY);
+                let came = self.client.copy_in(host, import.import, range, to, stream, &pieces, timeout);
+                came.map(|(far, _)| far.to_string()).map_err(failed)
             }
             "readonly" => Ok(u8::from(self.import(words.value()?)?.read_only).to_string()),
             "release" => {

@@ -71,7 +71,7 @@ impl Survey {
         };
         let rdma = has(Attribute::CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED);
         let mut lacks = if is_exclusive(attribute_of(api, Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_MODE, device)) {
-            Some("the default compute mode: it is prohibited, or exclusive to one process")
+            Some("the default compute mode: it is prohibited, or exclusive to one process (nvidia-smi -c DEFAULT)")
         } else if has(Attribute::CU_DEVICE_ATTRIBUTE_MPS_ENABLED) {
             Some(NO_MPS)
         } else if !has(Attribute::CU_DEVICE_ATTRIBUTE_VIRTUAL_ADDRESS_MANAGEMENT_SUPPORTED) {

@@ -6,6 +6,7 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use clap::{Args, ValueEnum};
+use millpond_allocator::driver::cuda::HandleKind;
 use millpond_allocator::driver::DeviceId;
 use millpond_ipc::observer::Observer;
 use millpond_ipc::owner::{parse_bytes as bytes, Config, DriverChoice, Ended, Limit, Owner};
@@ -40,7 +41,7 @@ pub(crate) struct Serve {
     /// Which devices to serve besides the host.
     #[arg(long, value_enum, default_value_t = Driver::Auto)]
     driver: Driver,
-    /// Serve this GPU (GPU-xxxxxxxx-…, as nvidia-smi -L prints it); may be given again. Default: all that are visible.
+    /// Serve this GPU (GPU-xxxxxxxx-… or MIG-xxxxxxxx-…, as nvidia-smi -L prints it); may be given again. Default: all that are visible.
     #[arg(long = "device", value_name = "ID")]
     devices: Vec<DeviceId>,
     /// What the arena may take of each device: 80%, 20G or 20GiB (of 1024), 20GB (of 1000), or bytes.
@@ -70,6 +71,9 @@ pub(crate) struct Serve {
     /// Serve the ledger as OpenMetrics text over HTTP at this address: http://ADDRESS:PORT/metrics.
     #[arg(long, value_name = "ADDRESS:PORT")]
     metrics: Option<SocketAddr>,
+    /// In what form memory is shared: posix_fd (Linux). win32 and fabric are refused with what millpond lacks for them.
+    #[arg(long, value_name = "KIND", default_value_t = HandleKind::default())]
+    handle_kind: HandleKind,
     /// How often beats are looked at, in milliseconds.
     #[arg(long, default_value_t = 500)]
     heartbeat_ms: u64,
@@ -97,6 +101,7 @@ impl Serve {
                 Driver::Cuda => DriverChoice::Cuda,
             },
             devices: (!self.devices.is_empty()).then(|| self.devices.clone()),
+            handle_kind: self.handle_kind,
             limit: self.limit,
             chunk_bytes: self.chunk_bytes,
             window_factor: self.window_factor,
