@@ -446,7 +446,7 @@ fn before_it_fails_a_stream_runs_dry() {
 fn a_growth_holds_a_whole_number_of_the_blocks_that_asked_for_it() {
     let config =
         HeapConfig { chunk_bytes: 64 * MIB, min_growth: 32 * MIB, growth_divisor: 32, own_chunk: 16 * MIB, ..HeapConfig::default() };
-    for (bytes, chunk) in [(512, 32), (10 * MIB, 30), (9 * MIB, 30), (16 * MIB, 16), (17 * MIB, 18), (64 * MIB, 64)] {
+    for (bytes, chunk) in [(512, 32), (10 * MIB, 30), (9 * MIB, 28), (5 * MIB / 2, 30), (16 * MIB, 16), (17 * MIB, 18), (64 * MIB, 64)] {
         let lab = Lab::with(config, |_| None);
         lab.alloc(bytes, Stream::LEGACY);
         assert_eq!(lab.reserved(), chunk * MIB, "{bytes}");

@@ -16,7 +16,7 @@ use millpond_allocator::driver::host::{HostConfig, HostDriver, HostPlatform, Sta
 use millpond_allocator::driver::{
     Access, Addr, Capture, DeviceInfo, Driver, Event, MemInfo, Memory, PointerInfo, Result, Stream, StreamId,
 };
-use millpond_allocator::heap::{HeapError, Pin};
+use millpond_allocator::heap::{HeapConfig, HeapError, Pin};
 use proptest::prelude::*;
 
 /// For each stream, how much of its work something comes after.
@@ -285,12 +285,12 @@ struct Block {
     freed: bool,
 }
 
-fn run(steps: &[Step]) {
+fn run(steps: &[Step], config: HeapConfig) {
     let platform = HostPlatform::new(HostConfig { total_bytes: Some(64 << 30), ..HostConfig::default() });
     let driver = platform.driver(0).unwrap();
     driver.attach_context().unwrap();
     let spy = Arc::new(Spy { driver: driver.clone(), model: Mutex::default() });
-    let (heap, source) = heap_over(spy.clone(), CONFIG, None);
+    let (heap, source) = heap_over(spy.clone(), config, None);
     source.set_limit(8 * CHUNK);
     let mut streams: Vec<Stream> = (0..4).map(|_| driver.stream_create().unwrap()).collect();
     let mut blocks: Vec<Block> = Vec::new();
@@ -433,6 +433,12 @@ fn retire(spy: &Spy, block: Block) {
 proptest! {
     #[test]
     fn no_stream_gets_bytes_that_another_may_touch(steps in prop::collection::vec(step(), 1..120)) {
-        run(&steps);
+        run(&steps, CONFIG);
+    }
+
+    /// Chunks of many sizes, which growths exchange for others.
+    #[test]
+    fn nor_does_it_where_chunks_are_exchanged(steps in prop::collection::vec(step(), 1..120)) {
+        run(&steps, HeapConfig { min_growth: 2 * MIB, own_chunk: 2 * MIB, ..CONFIG });
     }
 }

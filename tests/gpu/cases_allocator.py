@@ -270,6 +270,46 @@ def two_streams_do_not_grow():
 
 
 @test()
+def rising_sizes():
+    """Sizes that rise: free chunks that are too small go in exchange, none that queued work can reach; a repetition grows no more."""
+    p = Parent(limit="8GiB")
+    torch = p.torch
+    torch.cuda.set_stream(torch.cuda.Stream())
+    guard = torch.full((3 * MIB,), 7, dtype=torch.uint8, device="cuda")
+
+    def pairs(sizes):
+        for size in sizes:
+            pair = [torch.full((size * MIB,), fill, dtype=torch.uint8, device="cuda") for fill in (1, 2)]
+            torch.cuda.synchronize()
+            check(all(bool((x == fill).all()) for fill, x in enumerate(pair, 1)), f"{size} MiB: other bytes")
+            del pair
+            torch.cuda.synchronize()
+
+    rising = (96, 130, 200, 300, 460, 700)
+    pairs(rising)
+    reserved = [torch.cuda.memory_reserved()]
+    # The comparisons need as much again, of one byte each. Without the exchange it is over 5 GiB.
+    check(reserved[0] < 3 * GIB, "reserved is", reserved[0])
+    for _ in range(3):
+        pairs(rising)
+    before = torch.cuda.memory_stats()["num_device_alloc"]
+    pairs(rising)
+    equal(torch.cuda.memory_stats()["num_device_alloc"], before, "growths of a repetition")
+    reserved.append(torch.cuda.memory_reserved())
+    # Work in flight: what it reads is free to this stream, but not to be unmapped.
+    torch.cuda.empty_cache()
+    small = [torch.full((n * MIB,), 3, dtype=torch.uint8, device="cuda") for n in (150, 180)]
+    torch.cuda._sleep(LONG)
+    out = [x.sum(dtype=torch.int64) for x in small]
+    del small
+    large = torch.full((320 * MIB,), 4, dtype=torch.uint8, device="cuda")
+    torch.cuda.synchronize()
+    equal([int(x) for x in out], [3 * 150 * MIB, 3 * 180 * MIB], "sums behind the exchange")
+    check(bool((large == 4).all()) and bool((guard == 7).all()), "other bytes behind the exchange")
+    return {"reserved_MiB": [v >> 20 for v in reserved]}
+
+
+@test()
 def autograd_threads():
     """Backward passes from several threads give the CPU's gradients."""
     p = Parent()

@@ -16,6 +16,7 @@ pub mod conformance;
 
 mod device;
 mod error;
+mod origin;
 mod sharing;
 
 pub use device::{DeviceId, DeviceInfo, ParseDeviceIdError};

@@ -39,6 +39,13 @@ pub(super) struct More {
     pub(super) span: Vec<Chunk>,
 }
 
+/// A table with `keep` rows whose memory is there for `rows`: the first rows are added in calls of malloc.
+pub(super) fn touched<T>(rows: usize, row: impl FnMut() -> T, keep: usize) -> Vec<T> {
+    let mut table: Vec<T> = std::iter::repeat_with(row).take(rows).collect();
+    table.truncate(keep);
+    table
+}
+
 impl Info {
     pub(super) fn bytes(&self) -> u64 {
         u64::from(self.granules) * GRANULE
@@ -53,6 +60,7 @@ impl Inner {
         let vacant = || Info { handle: Handle::NONE, requested: 0, offset: 0, granules: 0, place: 0, pins: 0, freed: true, more: None };
         self.infos.resize_with(self.infos.len().max(blocks), vacant);
         self.tlsf.prepare(u32::try_from(blocks).unwrap_or(u32::MAX));
+        self.streams.prepare();
     }
 
     /// Makes an allocation a live block.

@@ -50,12 +50,15 @@ impl Heap {
         let unit = self.driver.device().granularity.max(1);
         let exact = request.bytes.div_ceil(unit).saturating_mul(unit);
         let limit = self.limit.load(Ordering::Relaxed);
+        let given_up = self.give_up_for(exact, request.capturing);
         let reserved = self.inner.lock().meter.reserved_bytes();
         let room = limit.saturating_sub(reserved);
         if exact > room {
             return Err(self.out_of_memory(request.bytes, Some(limit), "It is this process's own limit.".to_owned()));
         }
-        let generous = self.growth(exact, reserved).min(room / unit * unit);
+        let bytes = u64::from(request.granules) * GRANULE;
+        let usual = if given_up >= exact { given_up } else { self.growth(bytes, exact, reserved) };
+        let generous = usual.min(room / unit * unit);
         let granted = match self.source.grow(generous) {
             Err(GrowError::OutOfMemory { .. }) if generous > exact => self.source.grow(exact),
             granted => granted,
@@ -66,15 +69,16 @@ impl Heap {
         })
     }
 
-    /// How much to ask for, for a block of `exact` bytes of chunks. A large block gets a chunk of its own, exactly its size. Else the
-    /// chunk holds a whole number of such blocks, as many as a growth of the usual size does: blocks of one size come in numbers, and a rest that is too
-    /// small for one more would lie idle.
-    fn growth(&self, exact: u64, reserved: u64) -> u64 {
+    /// How much to ask for, for a block of `bytes`, `exact` in whole units. A large block gets a chunk of its own, exactly its size. Else
+    /// the chunk holds a whole number of such blocks, as many as a growth of the usual size does: blocks of one size come in numbers, and
+    /// a rest that is too small for one more would lie idle.
+    fn growth(&self, bytes: u64, exact: u64, reserved: u64) -> u64 {
         if exact >= self.config.own_chunk {
             return exact;
         }
         let usual = (reserved / self.config.growth_divisor.max(1)).max(self.config.min_growth).min(self.config.chunk_bytes);
-        exact.max(usual / exact * exact)
+        let unit = self.driver.device().granularity.max(1);
+        exact.max((usual / bytes * bytes).div_ceil(unit) * unit)
     }
 
     /// Maps chunks, or gives them back.

@@ -5,6 +5,8 @@
 //! with a look or three, and by any other byte by going back to the nearest start, over 64 pages or 64 leaves at a time.
 //! Nothing is ever rehashed, and what a start may need is made ready when the heap grows.
 
+use super::block::touched;
+
 /// Granules of a page, pages of a leaf, leaves of a word.
 const FAN: u32 = 64;
 const WIDTH: usize = FAN as usize;
@@ -66,7 +68,8 @@ const fn before(bit: u32) -> u64 {
 
 impl Default for Index {
     fn default() -> Self {
-        Self { leaves: Vec::new(), occupied: Vec::new(), spare: Vec::new(), tables: Vec::with_capacity(256), vacant: Vec::new() }
+        let tables = touched(256, || [0; WIDTH], 0);
+        Self { leaves: Vec::new(), occupied: Vec::new(), spare: Vec::new(), tables, vacant: Vec::with_capacity(256) }
     }
 }
 

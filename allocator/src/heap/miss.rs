@@ -12,7 +12,7 @@ use crate::tlsf::{Allocation, GRANULE};
 use crate::window::Chunk;
 
 use super::error::{HeapError, OutOfMemory};
-use super::{Heap, Inner, Request};
+use super::{is_legacy, Heap, Inner, Request};
 
 /// A block, with the chunks under it where it is larger than one.
 pub(super) type Found = (Allocation, Vec<Chunk>);
@@ -20,8 +20,10 @@ pub(super) type Found = (Allocation, Vec<Chunk>);
 impl Heap {
     #[cold]
     pub(super) fn miss(&self, mut request: Request) -> Result<Addr, HeapError> {
-        // A capture that nobody announced: its stream must not be recorded, waited for or made to wait.
-        request.capturing = request.capturing || self.driver.stream_capture(request.stream)? != Capture::None;
+        // A capture that nobody announced: its stream must not be recorded, waited for or made to wait. Of others than the legacy
+        // stream this is known by now.
+        request.capturing =
+            request.capturing || (is_legacy(request.stream) && self.driver.stream_capture(request.stream)? != Capture::None);
         self.source.reap();
         if let Some(addr) = self.search(request) {
             return Ok(addr);
@@ -208,9 +210,9 @@ impl Inner {
     /// stream's, merges, and is searched once more.
     fn take_ready(&mut self, request: Request, place: u32) -> Option<Allocation> {
         let mine = self.domain_of(place);
-        let others = self.others(place);
-        for (_, stream, domain) in &others {
-            if let Some(found) = self.tlsf.allocate_ready(*domain, request.granules, self.streams.done(*stream)) {
+        for other in 0..self.places.len() as u32 {
+            let Some((stream, domain)) = self.other(other, place) else { continue };
+            if let Some(found) = self.tlsf.allocate_ready(domain, request.granules, self.streams.done(stream)) {
                 return Some(found);
             }
         }
@@ -230,8 +232,9 @@ impl Inner {
         let into = if request.capturing { self.streams.home(self.stream_of(place)) } else { place };
         let domain = self.domain_of(into);
         let mut moved = 0;
-        for (_, stream, other) in self.others(into) {
-            moved += self.tlsf.move_ready(other, domain, self.streams.done(stream));
+        for other in 0..self.places.len() as u32 {
+            let Some((stream, from)) = self.other(other, into) else { continue };
+            moved += self.tlsf.move_ready(from, domain, self.streams.done(stream));
         }
         moved > 0
     }

@@ -1,12 +1,14 @@
 //! The heap: torch's blocks in this process's own window of one device, reused in stream order.
 //!
 //! Malloc and free are local: one lock, no message, no wait. On a miss the heap looks, in this order, at: what others have
-//! finished with (leases), what other streams have finished with, growth, what other streams will have finished with (the
-//! new stream waits on the GPU), and giving back what is free before it asks the owner once more. See [`Heap::allocate`].
+//! finished with (leases), what other streams have finished with, growth (in exchange for free chunks that are too small), what
+//! other streams will have finished with (the new stream waits on the GPU), and giving back what is free before it asks the owner
+//! once more. See [`Heap::allocate`].
 
 mod block;
 mod capture;
 mod error;
+mod exchange;
 mod grow;
 mod index;
 mod local;
@@ -49,6 +51,9 @@ use meter::Meter;
 use places::Place;
 use streams::Streams;
 
+/// Streams, and streams under graphs, whose tables are ready from the beginning: some 4 KiB each.
+const DOMAINS: usize = 16;
+
 /// Settings of a heap, in bytes.
 #[derive(Debug, Clone, Copy)]
 pub struct HeapConfig {
@@ -56,7 +61,7 @@ pub struct HeapConfig {
     pub chunk_bytes: u64,
     /// The smallest growth.
     pub min_growth: u64,
-    /// A growth takes at least this part of what is reserved already (32: a 32nd), so that chunks get larger as the heap does.
+    /// A growth takes at least this part of what is reserved already (40: a 40th), so that chunks get larger as the heap does.
     pub growth_divisor: u64,
     /// A block of at least this size that does not fit gets a chunk of its own, exactly its size.
     pub own_chunk: u64,
@@ -66,7 +71,7 @@ pub struct HeapConfig {
 
 impl Default for HeapConfig {
     fn default() -> Self {
-        Self { chunk_bytes: 2 << 30, min_growth: 32 << 20, growth_divisor: 32, own_chunk: 64 << 20, drain: Duration::from_millis(500) }
+        Self { chunk_bytes: 2 << 30, min_growth: 24 << 20, growth_divisor: 40, own_chunk: 64 << 20, drain: Duration::from_millis(500) }
     }
 }
 
@@ -150,6 +155,7 @@ impl Heap {
             live: Live::default(),
             trim_wanted: 0,
         };
+        inner.tlsf.prepare_domains(DOMAINS);
         inner.add_place(streams::LIMBO, None);
         // Block sizes up to a chunk are served from one, so a chunk is a whole number of the device's units.
         let unit = driver.device().granularity.max(1);
@@ -237,7 +243,7 @@ impl Heap {
         }
         let place = inner.place(id, capturing);
         let number = inner.stream_of(place);
-        if inner.streams.due(number) {
+        if inner.streams.due(number) && !capturing {
             let _ = inner.streams.record(number, stream);
         }
         if bytes <= self.config.chunk_bytes {
@@ -264,7 +270,7 @@ impl Heap {
     /// whether torch has told us of the capture or not: it lives, so its handle will do. The legacy stream never captures.
     #[inline]
     fn identify(&self, stream: Stream) -> Result<(StreamId, bool), HeapError> {
-        if matches!(stream.0, 0 | 1) {
+        if is_legacy(stream) {
             return Ok((self.driver.stream_id(stream)?, false));
         }
         let id = self.driver.stream_identity(stream)?;
@@ -388,6 +394,11 @@ impl Heap {
             });
         }
     }
+}
+
+/// The legacy stream, which never captures, but which no call may be made of while a stream that it blocks does.
+const fn is_legacy(stream: Stream) -> bool {
+    matches!(stream.0, 0 | 1)
 }
 
 /// The identity of a stream while it captures: its handle, told from ids by a bit that those do not reach.

@@ -79,10 +79,14 @@ impl Inner {
         }
     }
 
-    /// Every place but one whose free bytes others may have in time: (place, stream, domain).
+    /// Stream and domain of a place whose free bytes others may have in time, if it is one, and not `but`.
+    pub(super) fn other(&self, place: u32, but: u32) -> Option<(u32, Domain)> {
+        self.places.get(place as usize).filter(|found| place != but && found.is_shared()).map(|found| (found.stream, found.domain))
+    }
+
+    /// Every such place: (place, stream, domain).
     pub(super) fn others(&self, but: u32) -> Vec<(u32, u32, Domain)> {
-        let numbered = (0..).zip(&self.places);
-        numbered.filter(|(i, place)| *i != but && place.is_shared()).map(|(i, place)| (i, place.stream, place.domain)).collect()
+        (0..self.places.len() as u32).filter_map(|i| self.other(i, but).map(|(stream, domain)| (i, stream, domain))).collect()
     }
 
     /// Forgets places that no block comes back to: of streams that were not seen for long, of graphs that are gone. What is

@@ -12,12 +12,20 @@ use std::sync::Arc;
 use crate::driver::{Capture, CuResult, Driver, DriverError, Event, Stream, StreamId};
 use crate::tlsf::Handle;
 
+use super::block::touched;
+use super::is_legacy;
+
 /// Frees after which an event is worth its 0.25 µs even if nobody has asked.
 const FREES_PER_EVENT: u32 = 64;
 /// The same in bytes.
 const BYTES_PER_EVENT: u64 = 1 << 30;
 /// Events of one stream in flight; after that the newest is recorded anew, which covers more.
 const EVENTS_IN_FLIGHT: usize = 16;
+
+/// Events that are kept ready.
+const SPARE_EVENTS: usize = 4;
+/// Streams whose rows are ready from the beginning.
+const PLENTY: usize = 64;
 
 /// The stream that never runs: what lies there is everybody's after the next context-wide event.
 pub(super) const LIMBO: u32 = 0;
@@ -104,7 +112,7 @@ impl Streams {
         let context_events = driver.device().context_events;
         Self {
             driver,
-            states: vec![State::new(LIMBO_ID, 0)],
+            states: touched(PLENTY, || State::new(LIMBO_ID, 0), 1),
             vacant: Vec::new(),
             by_id: HashMap::with_capacity_and_hasher(64, BuildHasherDefault::default()),
             last: (LIMBO_ID, LIMBO),
@@ -115,6 +123,16 @@ impl Streams {
             in_context: VecDeque::new(),
             waiting: 0,
             spare: Vec::new(),
+        }
+    }
+
+    /// Makes events, so that malloc seldom has to.
+    pub(super) fn prepare(&mut self) {
+        while self.spare.len() < SPARE_EVENTS {
+            match self.driver.event_create() {
+                Ok(event) => self.spare.push(event),
+                Err(_) => return,
+            }
         }
     }
 
@@ -235,11 +253,11 @@ impl Streams {
                 .is_some_and(|s| s.wanted > s.recorded.max(self.context_done) || s.frees >= FREES_PER_EVENT || s.bytes >= BYTES_PER_EVENT)
     }
 
-    /// Records the stream. Only inside a call that was handed `raw`. Does nothing while it captures.
+    /// Records the stream. Only inside a call that was handed `raw` and that knows that it does not capture itself.
     pub(super) fn record(&mut self, stream: u32, raw: Stream) -> Result<(), DriverError> {
         let Some(state) = self.states.get_mut(stream as usize) else { return Ok(()) };
         // Somebody else's capture, of which torch did not tell: an event in it would be part of the graph.
-        if self.captures > 0 || self.driver.stream_capture(raw)? != Capture::None {
+        if self.captures > 0 || (is_legacy(raw) && self.driver.stream_capture(raw)? != Capture::None) {
             return Ok(());
         }
         let again = if state.events.len() >= EVENTS_IN_FLIGHT { state.events.pop_back().map(|(_, event)| event) } else { None };
@@ -312,14 +330,19 @@ impl Streams {
     pub(super) fn poll(&mut self) {
         self.poll_context();
         let Self { driver, states, context_done, spare, .. } = self;
+        let is_over = |mark: u64, event: Event| mark <= *context_done || driver.event_query(event).unwrap_or(false);
         for state in states {
             while let Some((mark, event)) = state.events.front().copied() {
-                if mark > *context_done && !driver.event_query(event).unwrap_or(false) {
+                if !is_over(mark, event) {
                     break;
                 }
-                state.events.pop_front();
-                spare.push(event);
-                state.done = state.done.max(mark);
+                // Often all are over, and one more look says so of the rest.
+                let all = state.events.len() > 2 && state.events.back().is_some_and(|(mark, event)| is_over(*mark, *event));
+                let over = if all { state.events.len() } else { 1 };
+                for (mark, event) in state.events.drain(..over) {
+                    spare.push(event);
+                    state.done = state.done.max(mark);
+                }
             }
         }
     }

@@ -28,6 +28,12 @@ impl Heap {
             self.publish(&inner);
             taken
         };
+        self.hand_back(taken)
+    }
+
+    /// Unmaps chunks that the heap does not know any more and gives them to the owner. Returns how many bytes that was: a
+    /// chunk that cannot be unmapped is the heap's again.
+    pub(super) fn hand_back(&self, taken: Vec<Chunk>) -> u64 {
         let mut gone = Vec::with_capacity(taken.len());
         for chunk in taken {
             match self.window.unmap(chunk.epoch) {
@@ -64,10 +70,20 @@ impl Heap {
                 return false;
             }
         }
-        for _ in 0..GLANCES {
-            if self.inner.lock().streams.poll_context() {
+        self.look(GLANCES)
+    }
+
+    /// Looks so many times whether a context-wide event that is in flight is over. True if one is.
+    pub(super) fn look(&self, times: usize) -> bool {
+        for _ in 0..times {
+            let mut inner = self.inner.lock();
+            if inner.streams.poll_context() {
                 return true;
             }
+            if !inner.streams.context_pending() {
+                return false;
+            }
+            drop(inner);
             (0..32).for_each(|_| std::hint::spin_loop());
         }
         false
@@ -104,12 +120,16 @@ impl Inner {
                 taken.push(*chunk);
             }
         }
-        for chunk in &taken {
+        self.forget_chunks(&taken);
+        self.trim_wanted = bytes.saturating_sub(sum).min(later);
+        taken
+    }
+    /// The books without chunks whose regions are gone.
+    pub(super) fn forget_chunks(&mut self, gone: &[Chunk]) {
+        for chunk in gone {
             self.chunks.remove(&((chunk.offset / GRANULE) as u32));
             self.meter.unreserve(chunk.bytes);
             self.record_chunk(Kind::Trim, *chunk, None, origin());
         }
-        self.trim_wanted = bytes.saturating_sub(sum).min(later);
-        taken
     }
 }

@@ -31,6 +31,16 @@ impl Domains {
         Self { slots: Vec::new(), vacant: Vec::new() }
     }
 
+    /// Makes memory ready for `domains` domains that are not there yet.
+    pub(super) fn prepare(&mut self, domains: usize) {
+        let (now, ready) = (self.slots.len(), self.slots.len() + domains);
+        if self.slots.capacity() < ready {
+            // Written once, so that the memory is there.
+            self.slots.resize(ready, Slot { domain: Domain::NONE, next: Domain::NONE, bins: Bins::new() });
+            self.slots.truncate(now);
+        }
+    }
+
     /// A new domain. [`Domain::NONE`] after 2^32 of them, more than a process can make streams.
     pub(super) fn add(&mut self) -> Domain {
         if let Some(slot) = self.vacant.pop().and_then(|slot| self.slots.get_mut(slot as usize)) {

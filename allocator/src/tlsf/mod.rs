@@ -179,6 +179,11 @@ impl Tlsf {
         self.nodes.prepare(blocks);
     }
 
+    /// The same for `domains` domains beside those that there are.
+    pub fn prepare_domains(&mut self, domains: usize) {
+        self.domains.prepare(domains);
+    }
+
     /// Takes a block of `granules` from `domain`, whatever its mark. The rest of what it is cut from keeps domain and mark.
     ///
     /// `None` if nothing was found: the domain is unknown or has no block large enough, or `granules` is 0, or the only blocks

@@ -17,7 +17,7 @@ use cudarc::driver::sys::{
 use libloading::os::unix::Library;
 
 use super::library;
-use super::origin::Origin;
+use crate::driver::origin::Origin;
 use crate::driver::{CuResult, DriverError, Result};
 
 /// Declares the table, how it is filled, and one method for each function, which refuses in a forked child and turns the

@@ -6,7 +6,6 @@
 //!
 //! * `library`: which file is the driver.
 //! * `api`: its functions, as a table; every call of it goes through there.
-//! * `origin`: whether this is still the process that loaded it, since a forked child must not call it.
 //! * `survey`: what a device is, and what it lacks.
 //! * `context`: the primary context, and what a thread's state is put back to.
 //! * `handles`: the physical memory that a driver holds.
@@ -21,7 +20,6 @@ mod driver;
 mod handles;
 mod kind;
 mod library;
-mod origin;
 mod platform;
 mod sharing;
 mod survey;

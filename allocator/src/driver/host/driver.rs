@@ -265,7 +265,7 @@ impl Driver for HostDriver {
         let call = HostCall::EventRecordContext;
         self.enter_alive(call)?;
         self.captures.forbid_everywhere().map_err(|result| call.refuse(result))?;
-        let marks = self.engine.tails().into_iter().filter(|mark| !mark.is_reached()).collect();
+        let marks = self.engine.unfinished();
         self.shared.events.record(event, self.info.ordinal, Recorded::Work(marks)).map_err(|result| call.refuse(result))
     }
 

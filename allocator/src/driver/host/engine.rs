@@ -55,9 +55,9 @@ impl Engine {
         queue
     }
 
-    /// What was queued so far, on every stream, destroyed ones too.
-    pub(super) fn tails(&self) -> Vec<Mark> {
-        self.live().iter().map(Queue::tail).collect()
+    /// What was queued so far and has not run, on every stream, destroyed ones too.
+    pub(super) fn unfinished(&self) -> Vec<Mark> {
+        self.queues.lock().iter().filter_map(|queue| queue.upgrade()?.unfinished()).collect()
     }
 
     fn live(&self) -> Vec<Arc<Queue>> {

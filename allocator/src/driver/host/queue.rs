@@ -107,6 +107,15 @@ impl Queue {
         Mark { queue: Arc::clone(self), position: self.state.lock().submitted }
     }
 
+    /// All work queued so far, if some of it has not run.
+    pub(super) fn unfinished(self: &Arc<Self>) -> Option<Mark> {
+        let position = {
+            let state = self.state.lock();
+            (state.completed < state.submitted).then_some(state.submitted)?
+        };
+        Some(Mark { queue: Arc::clone(self), position })
+    }
+
     /// Whether the first `position` pieces of work have run.
     pub(super) fn has_reached(&self, position: u64) -> bool {
         self.state.lock().completed >= position

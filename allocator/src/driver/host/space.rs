@@ -12,6 +12,7 @@ use parking_lot::{RwLock, RwLockReadGuard};
 use rustix::mm::{MapFlags, MprotectFlags, ProtFlags};
 
 use super::chunk::{from_errno, Charge, Chunk};
+use crate::driver::origin::Origin;
 use crate::driver::{Access, Addr, CuResult, PointerInfo};
 
 /// Addresses below this are nobody's.
@@ -25,7 +26,7 @@ pub(super) struct Space {
     granularity: u64,
     limit: u64,
     tables: RwLock<Tables>,
-    owner: rustix::process::Pid,
+    origin: Origin,
 }
 
 /// What [`Space`] guards.
@@ -108,12 +109,12 @@ impl Tables {
 
 impl Space {
     pub(super) fn new(granularity: u64, limit: u64) -> Self {
-        Self { granularity, limit, tables: RwLock::default(), owner: rustix::process::getpid() }
+        Self { granularity, limit, tables: RwLock::default(), origin: Origin::here() }
     }
 
     /// Whether this is a forked child, which has none of the parent's threads and must not touch its locks.
     pub(super) fn is_forked(&self) -> bool {
-        rustix::process::getpid() != self.owner
+        !self.origin.is_here()
     }
 
     /// The tables, held still for one access.

@@ -1,4 +1,4 @@
-//! Whether this is still the process that loaded the driver.
+//! Whether this is still the process that made a driver.
 //!
 //! A forked child inherits the driver's state and must not use it. The kernel marks the child: one page is wiped on fork
 //! (`MADV_WIPEONFORK`), so that the question costs one load, however the child was made.
