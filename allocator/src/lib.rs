@@ -11,6 +11,7 @@
 pub mod driver;
 mod futex;
 pub mod heap;
+pub mod origin;
 pub mod pins;
 pub mod record;
 #[cfg(feature = "replay")]

@@ -16,7 +16,6 @@ pub mod conformance;
 
 mod device;
 mod error;
-mod origin;
 mod sharing;
 
 pub use device::{DeviceId, DeviceInfo, ParseDeviceIdError};

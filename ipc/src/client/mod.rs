@@ -38,6 +38,7 @@ use std::time::{Duration, Instant};
 
 use millpond_allocator::driver::{Addr, DeviceId, DeviceInfo, Driver, Platform, Stream};
 use millpond_allocator::heap::Heap;
+use millpond_allocator::origin::Origin;
 use millpond_allocator::pins::Pins;
 use millpond_allocator::timeline::Slots;
 use parking_lot::Mutex;
@@ -180,6 +181,7 @@ pub struct Client {
     threads: Mutex<Vec<JoinHandle<()>>>,
     /// The process that attached; in a forked child nothing works.
     pid: u32,
+    origin: Origin,
 }
 
 impl Client {
@@ -231,6 +233,7 @@ impl Client {
             nudged: AtomicBool::new(false),
             threads: Mutex::default(),
             pid: std::process::id(),
+            origin: Origin::here(),
         });
         tend::start(&client, reader, options.on_owner_death)?;
         record::from_environment(&options.name);
@@ -296,7 +299,7 @@ impl Client {
     /// Whether this is a forked child of the process that attached.
     #[must_use]
     pub fn is_forked(&self) -> bool {
-        std::process::id() != self.pid
+        !self.origin.is_here()
     }
 
     fn check_alive(&self) -> Result<(), Error> {

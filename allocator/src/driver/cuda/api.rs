@@ -17,8 +17,8 @@ use cudarc::driver::sys::{
 use libloading::os::unix::Library;
 
 use super::library;
-use crate::driver::origin::Origin;
 use crate::driver::{CuResult, DriverError, Result};
+use crate::origin::Origin;
 
 /// Declares the table, how it is filled, and one method for each function, which refuses in a forked child and turns the
 /// answer into a [`Result`]. Where a function has several symbols the first that exists is taken. An optional one that is

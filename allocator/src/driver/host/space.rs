@@ -12,8 +12,8 @@ use parking_lot::{RwLock, RwLockReadGuard};
 use rustix::mm::{MapFlags, MprotectFlags, ProtFlags};
 
 use super::chunk::{from_errno, Charge, Chunk};
-use crate::driver::origin::Origin;
 use crate::driver::{Access, Addr, CuResult, PointerInfo};
+use crate::origin::Origin;
 
 /// Addresses below this are nobody's.
 const LOWEST: Addr = 1 << 16;

@@ -1,6 +1,6 @@
-//! Whether this is still the process that made a driver.
+//! Whether this is still the process that made something.
 //!
-//! A forked child inherits the driver's state and must not use it. The kernel marks the child: one page is wiped on fork
+//! A forked child inherits a driver's or a client's state and must not use it. The kernel marks the child: one page is wiped on fork
 //! (`MADV_WIPEONFORK`), so that the question costs one load, however the child was made.
 #![allow(unsafe_code)]
 
@@ -15,7 +15,7 @@ const HERE: u32 = 1;
 
 /// The process in which it was made.
 #[derive(Debug)]
-pub(super) struct Origin {
+pub struct Origin {
     /// Holds [`HERE`], and zero in a child. `None` where the kernel cannot wipe pages.
     mark: Option<NonNull<AtomicU32>>,
     pid: Pid,
@@ -28,12 +28,14 @@ unsafe impl Sync for Origin {}
 
 impl Origin {
     /// This process.
-    pub(super) fn here() -> Self {
+    #[must_use]
+    pub fn here() -> Self {
         Self { mark: mark(), pid: getpid() }
     }
 
     /// Whether this is the same process still.
-    pub(super) fn is_here(&self) -> bool {
+    #[must_use]
+    pub fn is_here(&self) -> bool {
         match self.mark {
             // SAFETY: the page lives until `self` is dropped, is aligned, and was mapped readable.
             Some(mark) => unsafe { mark.as_ref() }.load(Ordering::Relaxed) == HERE,
