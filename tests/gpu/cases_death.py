@@ -108,7 +108,8 @@ def seen_after(died, conn, stream, ref):
 @test(alone=True, timeout=120)
 def released_after_gone():
     """SIGKILL of producers in mid-kernel, each with a stream here that waits for it: how long after its process is gone the stream
-    goes on, and PeerDied can be had. One loop looks at all three, every few microseconds."""
+    goes on, and PeerDied can be had. One loop looks at all three, every few microseconds. The other producers' kernels have their
+    slices of the GPU's time before the stream has its own (`millpond-micro`, part death: two processes, no slices)."""
     p = Parent()
     torch = p.torch
     torch.zeros(64 * MIB, dtype=torch.uint8, device="cuda").sum(dtype=torch.int64)
@@ -350,6 +351,7 @@ def never_ready_then(conn):
     torch.cuda._sleep(1000)
     conn.send(torch.zeros(4, device="cuda"))
     torch.cuda.synchronize()
+    conn.recv(timeout=60)  # when all are there: the first would have done before the last came
     for _ in range(40):
         torch.cuda._sleep(LONG)
     t.fill_(9)
@@ -372,6 +374,8 @@ def however_it_ends():
     conns = p.workers(never_ready_then, len(ways))
     for conn in conns:
         conn.recv(timeout=60)
+    for conn in conns:
+        conn.send("go")
     waiting = []
     for conn in conns:
         ref, stream = conn.recv(timeout=30, lazy=True), torch.cuda.Stream()

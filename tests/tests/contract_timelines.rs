@@ -4,6 +4,7 @@
 mod common;
 
 use common::{block, is_all, link, plainly, tree, Arena, MIB};
+use millpond_allocator::driver::Driver;
 use millpond_ipc::client::{Outgoing, Place, ReceiveOptions, Way};
 use std::collections::{HashMap, HashSet};
 
@@ -72,6 +73,38 @@ fn one_signal_serves_a_message() {
     let got = rustix::io::read(unsafe { std::os::fd::BorrowedFd::borrow_raw(to_a.raw_fd()) }, &mut bytes).unwrap();
     let frame: serde_json::Value = serde_json::from_slice(&bytes[4..got]).unwrap();
     assert_eq!((frame["ready"].as_array().unwrap().len(), frame["tensors"].as_array().unwrap().len()), (1, 20));
+}
+
+/// A replay would signal again; and to ask a capturing stream who it is ends its capture, on a GPU too.
+#[test]
+fn nothing_is_sent_or_taken_in_a_capture_and_the_capture_goes_on() {
+    let arena = Arena::new();
+    let (a, b) = (arena.client("a"), arena.client("b"));
+    let (to_b, to_a) = common::channels(&a, &b);
+    let (driver, there) = (a.driver(Place::Host).unwrap(), b.driver(Place::Host).unwrap());
+    let (here, there) = (driver.host().unwrap(), there.host().unwrap());
+    let (stream, reader) = (driver.stream_create().unwrap(), b.driver(Place::Host).unwrap().stream_create().unwrap());
+    let addr = block(&a, 4096, 5);
+    let outgoing =
+        Outgoing { addr, bytes: 4096, place: Place::Host, stream: Some(stream), import: None, read_only: false, way: Way::Found };
+    here.begin_capture(stream).unwrap();
+    let refused = a.send(&to_b, tree(), &[outgoing], None).unwrap_err();
+    assert!(refused.to_string().contains("captur"), "{refused}");
+    assert_eq!(here.end_capture(stream).unwrap().len(), 0, "nothing of ours is in it");
+    assert_eq!(a.leases(), 0, "and nothing is held");
+    a.send(&to_b, tree(), &[outgoing], None).unwrap();
+
+    let message = b.receive(&to_a, &plainly(true)).unwrap();
+    let import = message.tensors[0].import;
+    there.begin_capture(reader).unwrap();
+    let refused = b.open_import(import, Some(reader), false, None).unwrap_err();
+    assert!(refused.to_string().contains("captur"), "{refused}");
+    assert!(b.record_import_stream(addr, Place::Host, reader).is_err());
+    assert_eq!(there.end_capture(reader).unwrap().len(), 0);
+    let opened = b.open_import(import, Some(reader), false, None).unwrap();
+    there.stream_synchronize(reader).unwrap();
+    assert!(is_all(opened, 4096, 5));
+    b.release(import).unwrap();
 }
 
 #[test]

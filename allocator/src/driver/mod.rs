@@ -117,6 +117,11 @@ pub trait Driver: Send + Sync + Debug {
     /// Whether addresses of this device can be read and written by the CPU (the host device).
     fn is_host(&self) -> bool;
 
+    /// The host driver behind this, which stages what a GPU would do; `None` for a GPU.
+    fn host(&self) -> Option<&host::HostDriver> {
+        None
+    }
+
     /// What this device can do with memory that is not the arena's. `None` on the host device, as on one that has none of it.
     fn sharing(&self) -> Option<&dyn Sharing> {
         None

@@ -209,7 +209,7 @@ impl Client {
             let signal = match draft.of_stream.get(&key) {
                 Some(signal) => *signal,
                 None => {
-                    let id = opened.driver.stream_id(stream)?;
+                    let id = opened.identify(stream)?;
                     let signal = self.signal(&opened, stream, self.imports.claim(opened.index, id))?;
                     let at = draft.signal(signal);
                     draft.of_stream.insert(key, at);

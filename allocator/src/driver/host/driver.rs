@@ -109,6 +109,10 @@ impl Driver for HostDriver {
         true
     }
 
+    fn host(&self) -> Option<&HostDriver> {
+        Some(self)
+    }
+
     fn attach_context(&self) -> Result<()> {
         self.enter(HostCall::AttachContext)?;
         self.attached.store(true, Ordering::Release);
