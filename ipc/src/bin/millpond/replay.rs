@@ -6,7 +6,7 @@ use std::process::ExitCode;
 
 use clap::Args as ClapArgs;
 use millpond_allocator::heap::HeapConfig;
-use millpond_allocator::replay::{read, recorded, replay, Event, Recorded, Report};
+use millpond_allocator::replay::{read, recorded, replay_often, Event, Recorded, Report};
 use millpond_ipc::ledger::size;
 use millpond_ipc::owner::parse_bytes;
 use millpond_ipc::trace::{self, EXTENSION};
@@ -38,6 +38,9 @@ pub(crate) struct Args {
     /// The largest chunk. Default: as an owner has it.
     #[arg(long, value_name = "SIZE", value_parser = parse_bytes)]
     chunk_bytes: Option<u64>,
+    /// Replay each trace so often; times are of each call's median, which leaves out what else the machine did in one of them.
+    #[arg(long, value_name = "N", default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..=1000))]
+    repeat: u32,
     /// JSON: {"traces":[{"file","events","failed",…}]}.
     #[arg(long)]
     json: bool,
@@ -87,7 +90,7 @@ pub(crate) fn run(args: &Args) -> ExitCode {
     config.chunk_bytes = args.chunk_bytes.unwrap_or(config.chunk_bytes);
     let (mut traces, mut ok) = (Vec::new(), true);
     for (file, events) in args.files.iter().flat_map(|path| events_of(path, args.record.as_deref())) {
-        match events.and_then(|events| replay(&events, config).map_err(|error| error.to_string())) {
+        match events.and_then(|events| replay_often(&events, config, args.repeat as usize).map_err(|error| error.to_string())) {
             Ok(report) => {
                 ok &= report.failed.is_empty();
                 if args.json {
