@@ -3,6 +3,6 @@
 # usage: tests/gpu/run.sh [--quick] [--driver cuda|host] [--only conformance,micro,torch,bench,demo,stress] [--carry DIR] OUTDIR
 # Writes OUTDIR/results.json and OUTDIR/log.txt; prints a summary last. At most 9 minutes, with --quick 3.
 here=$(cd "$(dirname "$0")" && pwd)
-limit=545
+limit=560
 for word in "$@"; do [ "$word" = --quick ] && limit=185; done
 PYTHONUNBUFFERED=1 exec timeout -k 5 "$limit" "${PYTHON:-python3}" "$here/run.py" "$@"
