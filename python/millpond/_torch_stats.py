@@ -66,13 +66,36 @@ _PATCHES = {
 }
 
 
+def _with_what_is_at_hand(function):
+    """Free memory as this process sees it: what it gave back a moment ago is its own for the asking, and the driver's only later."""
+
+    def memory_info(device, *rest):
+        free, total = function(device, *rest)
+        index = device if isinstance(device, int) else getattr(device, "index", None)
+        index = torch.cuda.current_device() if index is None else index
+        return min(total, free + _native.control("at_hand", device=index)["bytes"]), total
+
+    return memory_info
+
+
+#: Where torch asks the driver for free memory: (of torch._C, a name in there or None).
+_FREE = (("_cudart", "cudaMemGetInfo"), ("_accelerator_getMemoryInfo", None))
+
+
 def install():
     """Patches what this torch has. Doing it twice does nothing."""
     for name, function in _PATCHES.items():
-        original = getattr(torch._C, name, None)
-        if original is not None and name not in _originals:
-            _originals[name] = original
-            setattr(torch._C, name, function)
+        _replace(torch._C, name, lambda _, function=function: function)
+    for outer, inner in _FREE:
+        where, name = (torch._C, outer) if inner is None else (getattr(torch._C, outer, None), inner)
+        _replace(where, name, _with_what_is_at_hand)
+
+
+def _replace(where, name, make):
+    original = getattr(where, name, None)
+    if original is not None and name not in _originals:
+        _originals[name] = where, original
+        setattr(where, name, make(original))
 
 
 def install_pool(figures):
@@ -88,14 +111,11 @@ def install_pool(figures):
         return nested(flat)
 
     for name in ("_cuda_memoryStats", "_accelerator_getDeviceStats"):
-        original = getattr(torch._C, name, None)
-        if original is not None and name not in _originals:
-            _originals[name] = original
-            setattr(torch._C, name, stats)
+        _replace(torch._C, name, lambda _: stats)
 
 
 def uninstall():
     """Puts torch's own functions back."""
     while _originals:
-        name, original = _originals.popitem()
-        setattr(torch._C, name, original)
+        name, (where, original) = _originals.popitem()
+        setattr(where, name, original)

@@ -95,6 +95,26 @@ print(torch.cuda.get_allocator_backend(), millpond.torch.installed())
     assert out.startswith("pluggable replace\nRefused") or out.startswith("native replace\nRefused"), out
 
 
+def test_free_memory_counts_what_is_at_hand():
+    """ComfyUI's formula, right after empty_cache: what is free for the driver, and what torch has cached."""
+    code = (
+        GPU
+        + """
+import types
+from millpond import _torch_stats
+runtime = types.SimpleNamespace(cudaMemGetInfo=lambda device: (1000, 5000))
+torch._C._cudart, torch.cuda.cudart = runtime, lambda: runtime
+at_hand = {0: 300, 1: 4500}
+_native.control = lambda op, device: {"bytes": at_hand[device]} if op == "at_hand" else {}
+_torch_stats.install(); _torch_stats.install()
+print(torch.cuda.mem_get_info(0), torch.cuda.memory.mem_get_info(torch.device("cuda:1")))
+_torch_stats.uninstall()
+print(torch.cuda.mem_get_info(0))
+"""
+    )
+    assert run(code) == "(1300, 5000) (5000, 5000)\n(1000, 5000)"
+
+
 def test_statistics_are_answered_from_our_counters_under_every_name():
     code = (
         GPU

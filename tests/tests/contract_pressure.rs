@@ -18,6 +18,22 @@ fn outgoing(addr: u64, bytes: u64) -> Outgoing {
 }
 
 #[test]
+fn what_was_given_back_a_moment_ago_is_at_hand_and_then_the_drivers() {
+    let arena = Arena::with(1 << 30, 16 * MIB);
+    let client = arena.client("a");
+    let heap = client.heap(Place::Host).unwrap();
+    assert_eq!(client.at_hand(Place::Host), 0);
+    let addr = heap.allocate(64 * MIB, Stream::LEGACY).unwrap();
+    assert_eq!(client.at_hand(Place::Host), 0, "what it has is not what it could have");
+    heap.free(addr).unwrap();
+    assert_eq!((heap.empty_cache(), heap.reserved_bytes()), (64 * MIB, 0));
+    // On its way to the owner first, then with it; never neither.
+    assert_eq!(client.at_hand(Place::Host), 64 * MIB);
+    eventually("the driver's", || client.at_hand(Place::Host) == 0);
+    assert_eq!(client.at_hand(Place::Ordinal(7)), 0, "no such device");
+}
+
+#[test]
 fn sixty_four_clients_race_for_the_last_gib() {
     let arena = Arena::with(1 << 30, 16 * MIB);
     let clients: Vec<_> = (0..64).map(|n| arena.client(&format!("c{n}"))).collect();

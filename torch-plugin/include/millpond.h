@@ -139,6 +139,7 @@ const char *millpond_version(void);
 // | stats, reset_peak_stats, reset_accumulated_stats, snapshot | device | torch's memory_stats, {}, {}, memory_snapshot |
 // | begin_scope; end_scope | device; device, scope | scope; the counters of `stats` since then, allocated and freed from zero |
 // | trim, get_fraction, set_fraction | device; fraction | bytes; fraction; {} |
+// | at_hand | device | bytes: given back a moment ago, not free for the driver yet, this process's for the asking |
 // | context_events | device, allowed: not where graphs are captured that the hooks do not tell of | {} |
 // | counters | | messages, tensors, copies and socket bytes so far; leases, imported_bytes, foreign_frees |
 // | listen | | {}: from here on growths that do not fit are told of (a parent, everybody's; else its own refusals), and deaths |

@@ -147,6 +147,9 @@ enum Op {
         #[serde(default = "host")]
         device: i32,
     },
+    AtHand {
+        device: i32,
+    },
     SetFraction {
         device: i32,
         fraction: f64,
@@ -256,6 +259,7 @@ enum Op {
 /// | stats, reset_peak_stats, reset_accumulated_stats, snapshot | device | torch's memory_stats, {}, {}, memory_snapshot |
 /// | begin_scope; end_scope | device; device, scope | scope; the counters of `stats` since then, allocated and freed from zero |
 /// | trim, get_fraction, set_fraction | device; fraction | bytes; fraction; {} |
+/// | at_hand | device | bytes: given back a moment ago, not free for the driver yet, this process's for the asking |
 /// | context_events | device, allowed: not where graphs are captured that the hooks do not tell of | {} |
 /// | counters | | messages, tensors, copies and socket bytes so far; leases, imported_bytes, foreign_frees |
 /// | listen | | {}: from here on growths that do not fit are told of (a parent, everybody's; else its own refusals), and deaths |
@@ -355,6 +359,7 @@ fn run(op: Op) -> Result<Value> {
             with_heap(device, |heap| Value::Object(stats::counters(&heap.end_scope(&begin))), || json!({}))?
         }
         Op::Trim { device } => with_heap(device, |heap| json!({ "bytes": heap.empty_cache() }), || json!({ "bytes": 0 }))?,
+        Op::AtHand { device } => json!({ "bytes": state::client()?.at_hand(place(device)) }),
         Op::SetFraction { device, fraction } => {
             let heap = state::client()?.heap(place(device))?;
             heap.set_limit(torch::limit_of(fraction, heap.driver().device().total_bytes));

@@ -205,6 +205,12 @@ impl Heap {
         self.inner.lock().streams.set_context_events(allowed && can);
     }
 
+    /// Bytes of its chunks.
+    #[must_use]
+    pub fn reserved_bytes(&self) -> u64 {
+        self.inner.lock().meter.reserved_bytes()
+    }
+
     /// Does something that a capture forbids, such as recording the whole context, unless one is on that the heap knows of or
     /// such things are not allowed at all ([`Heap::set_context_events`]). No capture of torch's begins meanwhile.
     pub fn unless_capturing<T>(&self, act: impl FnOnce() -> T) -> Option<T> {

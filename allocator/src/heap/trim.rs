@@ -6,9 +6,9 @@ use crate::window::Chunk;
 
 use super::{Heap, Inner};
 
-/// Looks at a context-wide event that was recorded just now, before the device counts as busy: some 10 µs, where a growth
-/// takes hundreds.
-const GLANCES: usize = 8;
+/// Looks at a context-wide event that was recorded just now, before the device counts as busy: some 40 µs, where a growth
+/// takes hundreds. An idle device may take 10 to say so.
+const GLANCES: usize = 24;
 
 impl Heap {
     /// Gives back free chunks that no queued work can reach, up to about `bytes`; returns how many bytes went back. What

@@ -362,6 +362,16 @@ impl Client {
         self.device(place).ok()?.if_open().map(|opened| opened.heap.clone())
     }
 
+    /// Bytes of a device that are this process's for the asking and that the driver does not call free: given back a moment ago, or on
+    /// their way to the owner. 0 where the device is not in use.
+    #[must_use]
+    pub fn at_hand(&self, place: Place) -> u64 {
+        let Some(opened) = self.device(place).ok().and_then(Device::if_open) else { return 0 };
+        let row = self.shared.control.grant(self.shared.me, opened.index).and_then(|cell| cell.read()).unwrap_or_default();
+        let on_the_way = row.reserved.saturating_sub(row.adopted).saturating_sub(opened.heap.reserved_bytes());
+        row.spare.saturating_add(on_the_way)
+    }
+
     /// The driver of a device; opens the device at first use.
     ///
     /// # Errors

@@ -201,6 +201,8 @@ row! {
         trims,
         /// The bytes of all of them.
         trimmed_bytes,
+        /// Bytes that it gave back a moment ago and that are at hand for it still.
+        spare,
     }
 }
 

@@ -221,7 +221,13 @@ impl Estate {
                     let all = books.row.reserved.saturating_add(bytes).saturating_add(spares.bytes_on(device));
                     spares.give_up(device, all.saturating_sub(books.row.limit));
                     // What was made so far goes with its descriptors where this fails.
-                    make(books.served.driver.as_ref(), part, || spares.give_up(device, u64::MAX)).map_err(Denial::Driver)?
+                    match make(books.served.driver.as_ref(), part, || spares.give_up(device, u64::MAX)) {
+                        Ok(fd) => fd,
+                        Err(error) => {
+                            self.note_spares(device);
+                            return Err(Denial::Driver(error));
+                        }
+                    }
                 }
             };
             made.push((offset + at, part, fd));
@@ -238,6 +244,7 @@ impl Estate {
             share.growths += 1;
         }
         self.dirty.insert((slot, device));
+        self.note_spares(device);
         let mut epochs = Vec::new();
         for (offset, bytes, fd) in made {
             self.epochs += 1;
@@ -316,6 +323,7 @@ impl Estate {
             let holding = self.free(epoch)?;
             if let Some(books) = self.devices.get(holding.device as usize).filter(|_| holding.fate == Fate::Held && !holding.shared) {
                 self.spares.keep(holding.device, books.row.limit, holding.slot, holding.chunk.bytes, holding.fd);
+                self.note_spares(holding.device);
             }
             return None;
         }
@@ -392,7 +400,20 @@ impl Estate {
 
     /// What was given back and nobody asked for goes to the driver.
     pub(super) fn expire_spares(&mut self, now: Instant) {
-        self.spares.expire(now);
+        if let Some(device) = self.spares.expire(now) {
+            self.note_spares(device);
+        }
+    }
+
+    /// Says in each client's row what is at hand for it.
+    fn note_spares(&mut self, device: u32) {
+        let Some(books) = self.devices.get_mut(device as usize) else { return };
+        for (slot, share) in (0..).zip(&mut books.shares) {
+            let spare = self.spares.bytes_of(device, slot);
+            if std::mem::replace(&mut share.spare, spare) != spare {
+                self.dirty.insert((slot, device));
+            }
+        }
     }
 
     /// When that is due next.

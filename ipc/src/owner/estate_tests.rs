@@ -29,6 +29,8 @@ fn check(estate: &Estate) {
     let all: u64 = estate.chunks.values().map(|holding| holding.chunk.bytes).sum();
     assert_eq!(all, device.row.reserved);
     assert!(all + estate.spares.bytes_on(0) <= device.row.limit, "spares beyond the limit");
+    let told: u64 = device.shares.iter().map(|share| share.spare).sum();
+    assert_eq!(told, estate.spares.bytes_on(0), "what is at hand is said");
     for (id, window) in &estate.windows {
         let mut end = 0;
         for (offset, epoch) in &window.taken {
@@ -77,11 +79,11 @@ fn what_a_client_gave_back_is_its_own_again_without_the_driver() {
     for _ in 0..3 {
         let epochs = estate.grow(0, window, 0, 2 * UNIT).unwrap();
         assert_eq!(estate.give_back(epochs[0]), None);
-        assert_eq!((estate.devices[0].row.reserved, estate.spares.bytes_on(0)), (0, 2 * UNIT));
+        assert_eq!((estate.devices[0].row.reserved, estate.spares.bytes_on(0), estate.share(0, 0).spare), (0, 2 * UNIT, 2 * UNIT));
         check(&estate);
     }
     assert!(matches!(estate.grow(0, window, 0, UNIT), Err(Denial::Driver(_))), "of another size there is none");
-    assert_eq!(estate.spares.bytes_on(0), 0, "and it was given up where the driver had no more");
+    assert_eq!((estate.spares.bytes_on(0), estate.share(0, 0).spare), (0, 0), "and it was given up where the driver had no more");
 }
 
 #[test]

@@ -39,6 +39,11 @@ impl Spares {
         self.held.iter().filter(|spare| spare.device == device).map(|spare| spare.bytes).sum()
     }
 
+    /// Of these, a client's.
+    pub(super) fn bytes_of(&self, device: u32, slot: u32) -> u64 {
+        self.held.iter().filter(|spare| (spare.device, spare.slot) == (device, slot)).map(|spare| spare.bytes).sum()
+    }
+
     /// Keeps a chunk, if there is room for it beside the others.
     pub(super) fn keep(&mut self, device: u32, limit: u64, slot: u32, bytes: u64, fd: OwnedFd) {
         let room = limit / SHARE;
@@ -71,11 +76,10 @@ impl Spares {
         self.held.retain(|spare| spare.slot != slot);
     }
 
-    /// Gives up one whose time is over: one at a time, so that nobody's request waits for more than one.
-    pub(super) fn expire(&mut self, now: Instant) {
-        if self.due().is_some_and(|due| due <= now) {
-            self.held.pop_front();
-        }
+    /// Gives up one whose time is over: one at a time, so that nobody's request waits for more than one. Says of which device it was.
+    pub(super) fn expire(&mut self, now: Instant) -> Option<u32> {
+        self.due().filter(|due| *due <= now)?;
+        self.held.pop_front().map(|spare| spare.device)
     }
 
     /// When the next one's time is over.
