@@ -369,6 +369,7 @@ def however_it_ends():
     p = Parent()
     torch = p.torch
     torch.zeros(64 * MIB, dtype=torch.uint8, device="cuda").sum(dtype=torch.int64)
+    torch.ones(10, device="cuda").sum()  # loading a kernel later would wait for what waits
     torch.cuda.synchronize()
     ways = ("exit", "segv", "stop")
     conns = p.workers(never_ready_then, len(ways))
