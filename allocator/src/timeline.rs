@@ -97,6 +97,8 @@ pub trait TimelineMemory: Send + Sync + Debug {
     fn word(&self, timeline: u32) -> Option<&Word>;
     /// The whole range, page-aligned, with timeline n at byte 64 × n.
     fn range(&self) -> (*mut u8, usize);
+    /// The range stays mapped from here on, as long as the process lives: a driver knows it.
+    fn keep_mapped(&self);
 }
 
 /// A signal: reached when the timeline's value is at least this one.
@@ -175,8 +177,8 @@ impl Timelines {
     #[allow(unsafe_code)]
     pub fn new(driver: Arc<dyn Driver>, memory: Arc<dyn TimelineMemory>, slots: Arc<Slots>) -> Result<Self, DriverError> {
         let (start, bytes) = memory.range();
-        std::mem::forget(memory.clone());
-        // SAFETY: the range belongs to `memory`, which is never dropped.
+        memory.keep_mapped();
+        // SAFETY: the range stays mapped from here on.
         let base = match unsafe { driver.host_register(start, bytes) } {
             Err(error) if error.result() == Some(CuResult::HOST_MEMORY_ALREADY_REGISTERED) => driver.host_address(start)?,
             registered => registered?,

@@ -140,11 +140,11 @@ impl Dice {
 /// A client's timelines, in memory of this process.
 #[repr(C, align(4096))]
 #[derive(Debug)]
-pub struct Words(pub [Word; 64]);
+pub struct Words(pub [Word; 64], pub std::sync::atomic::AtomicBool);
 
 impl Default for Words {
     fn default() -> Self {
-        Self(std::array::from_fn(|_| Word::default()))
+        Self(std::array::from_fn(|_| Word::default()), false.into())
     }
 }
 
@@ -154,5 +154,8 @@ impl TimelineMemory for Words {
     }
     fn range(&self) -> (*mut u8, usize) {
         (self.0.as_ptr().cast_mut().cast(), size_of_val(&self.0))
+    }
+    fn keep_mapped(&self) {
+        self.1.store(true, std::sync::atomic::Ordering::Relaxed);
     }
 }

@@ -105,6 +105,9 @@ impl millpond_allocator::timeline::TimelineMemory for Words {
     fn range(&self) -> (*mut u8, usize) {
         self.0.timeline_range()
     }
+    fn keep_mapped(&self) {
+        self.0.keep_mapped();
+    }
 }
 
 /// The heap's figures go to the client's row.

@@ -29,7 +29,7 @@ pub use tally::{Count, Fall, Tally, Tier};
 
 use std::ffi::c_void;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use millpond_allocator::timeline::Word;
 use rustix::fs::{fcntl_add_seals, fcntl_get_seals, fstat, ftruncate, memfd_create, MemfdFlags, SealFlags};
@@ -53,6 +53,8 @@ pub enum ControlError {
 pub struct Control {
     base: *const Layout,
     fd: OwnedFd,
+    /// It stays mapped when this is dropped.
+    kept: AtomicBool,
 }
 
 // SAFETY: the mapping is shared memory of atomics, valid from any thread until it is dropped.
@@ -101,13 +103,18 @@ impl Control {
     fn map(fd: OwnedFd) -> Result<Self, ControlError> {
         // SAFETY: a fresh shared mapping at an address of the kernel's choice; the file has BYTES bytes and cannot shrink.
         let base = unsafe { mmap(std::ptr::null_mut(), BYTES, ProtFlags::READ | ProtFlags::WRITE, MapFlags::SHARED, &fd, 0)? };
-        Ok(Self { base: base.cast(), fd })
+        Ok(Self { base: base.cast(), fd, kept: AtomicBool::new(false) })
     }
 
     fn layout(&self) -> &Layout {
         // SAFETY: the mapping is BYTES long, page-aligned, lives as long as self, and Layout is made of atomics alone, for
         // which any bytes are valid.
         unsafe { &*self.base }
+    }
+
+    /// It stays mapped as long as the process lives, since a driver knows its addresses. The descriptor does not stay.
+    pub fn keep_mapped(&self) {
+        self.kept.store(true, Ordering::Relaxed);
     }
 
     /// The file, to be sent to clients.
@@ -236,6 +243,9 @@ pub(crate) fn now_ms() -> u64 {
 
 impl Drop for Control {
     fn drop(&mut self) {
+        if *self.kept.get_mut() {
+            return;
+        }
         // SAFETY: the range that map() made; no reference outlives self.
         let _ = unsafe { munmap(self.base.cast_mut().cast::<c_void>(), BYTES) };
     }
@@ -244,6 +254,17 @@ impl Drop for Control {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn what_a_driver_knows_stays_mapped() {
+        let owner = Control::create([1, 2], 77).unwrap();
+        let client = Control::open(owner.fd().try_clone_to_owned().unwrap()).unwrap();
+        let at = format!("{:x}-", client.base as usize);
+        client.keep_mapped();
+        drop(client);
+        let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
+        assert!(maps.lines().any(|line| line.starts_with(&at)), "unmapped");
+    }
 
     #[test]
     fn a_second_mapping_sees_the_first_ones_words() {
