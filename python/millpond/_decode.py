@@ -146,7 +146,7 @@ class _Decoder:
             if isinstance(value, _ref.Ref):
                 value._gpu = device_id
             return value
-        known = _session.ordinal_of(device_id) if device_id else torch.cuda.current_device()
+        known = _ordinal(torch, device_id)
         nbytes = value.numel() * value.element_size()
         if nbytes >= _pinned.LEAST and value.is_contiguous():
             target = torch.empty_like(value, device=_pinned.gpu(known))
@@ -163,7 +163,7 @@ class _Decoder:
         row, shape = _dtypes.lookup(name), tuple(shape)
         memory = self.memories[index]
         _memory.check_bounds(memory, offset, row, shape, None)
-        known = _session.ordinal_of(device_id) if device_id else torch.cuda.current_device()
+        known = _ordinal(torch, device_id)
         target = torch.empty(shape, dtype=_dtypes.to_torch(row.name), device=_pinned.gpu(known))
         nbytes = _memory.span(shape, None) * row.itemsize
         if _pinned.into(known, target.data_ptr(), memory, offset, nbytes, pieces) is None:
@@ -177,6 +177,11 @@ class _Decoder:
         if kind == "a":
             return bytearray(_memory.buffer(memory, offset, nbytes))
         return _memory.buffer(memory, offset, nbytes)
+
+
+def _ordinal(torch, device_id):
+    """This process's number of the GPU that a value came from; its current one where that is not said."""
+    return _session.ordinal_of(device_id) if device_id else torch.cuda.current_device()
 
 
 def _inline(decoder, node):

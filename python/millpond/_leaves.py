@@ -5,7 +5,6 @@ import sys
 
 from . import _dtypes, _foreign, _memory, _native, _pinned, _ref, _streams, errors
 
-
 #: A view is copied without its gaps where those are this large, and half of its data or more.
 LEAST_GAPS = 1 << 20
 
@@ -43,7 +42,7 @@ def numpy_array(e, array, depth):
             strides = [s // size for s in strides]
             node[6] = strides
             data, nbytes = nbytes, _memory.span(shape, strides) * size
-            if nbytes - data >= LEAST_GAPS and 2 * nbytes >= 3 * data:
+            if _has_gaps(data, nbytes):
                 e.sparse[len(e.leaves)] = array
     e.out.keep.append(array)
     e.range(-1, interface["data"][0], nbytes, node)
@@ -62,6 +61,11 @@ def _packed(e, array, nbytes):
         return packed
     except errors.Error:
         return np.ascontiguousarray(array)
+
+
+def _has_gaps(data, covered):
+    """Whether a view of so many bytes of data is worth a copy without what else it covers."""
+    return covered - data >= LEAST_GAPS and 2 * covered >= 3 * data
 
 
 def without_gaps(e, view, address):
@@ -127,12 +131,11 @@ def torch_tensor(e, tensor, depth):
         return {"$": node}
     if device >= 0 and (device in e.off or not _streams.gpus()):
         return hosted(e, tensor)
+    nbytes = data = count * tensor.element_size()
     if not tensor.is_contiguous():
         node[6] = tensor.stride()
-        count, elements = _memory.span(shape, node[6]), count
-        sparse = (count - elements) * tensor.element_size() >= LEAST_GAPS and 2 * count >= 3 * elements
-    else:
-        sparse = False
+        count = _memory.span(shape, node[6])
+        nbytes = count * tensor.element_size()
     address = tensor.data_ptr()
     if not address:
         raise No("a tensor without memory (meta, fake or functional)")
@@ -141,9 +144,9 @@ def torch_tensor(e, tensor, depth):
         if found is not None:
             return found
     e.out.keep.append(tensor)
-    if sparse:
+    if nbytes > data and _has_gaps(data, nbytes):
         e.sparse[len(e.leaves)] = tensor
-    e.range(device, address, count * tensor.element_size(), node)
+    e.range(device, address, nbytes, node)
     return {"$": node}
 
 

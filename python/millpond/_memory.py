@@ -1,7 +1,6 @@
 """`Memory`: one import or one block of ours, given back exactly once; and the arrays and tensors that lie over it."""
 
 import ctypes
-import sys
 
 from . import _dtypes, _native, _streams, errors
 
@@ -197,15 +196,10 @@ def _torch_import(memory, row, shape, strides, offset):
     return torch_over(memory, memory.address + offset, memory.device, row, shape, strides)
 
 
-def _import_torch():
-    import torch
-
-    return torch
-
-
 def torch_over(memory, address, device, row, shape, strides):
     """A torch tensor at an address that takes the memory over, wherever the address lies."""
-    torch = sys.modules.get("torch") or _import_torch()
+    import torch
+
     if device >= 0 and not _streams.in_use():
         torch.cuda.init()
     if not memory.owned:

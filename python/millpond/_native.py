@@ -38,17 +38,6 @@ _FOR_EVER_MS = 1 << 40
 
 _lock = threading.Lock()
 _loaded = None
-#: Who is told of signals. After a fork it is whoever forked.
-_main_thread = threading.main_thread().ident
-
-
-def _forked():
-    global _main_thread
-    _main_thread = threading.get_ident()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forked)
 
 
 class _Message(ctypes.Structure):
@@ -161,7 +150,7 @@ def milliseconds(timeout):
 
 def in_slices(step, timeout):
     """Runs `step(timeout_ms)` until it does not time out. The main thread comes back for signals now and then."""
-    if threading.get_ident() != _main_thread:
+    if threading.get_ident() != threading.main_thread().ident:
         return step(_FOR_EVER_MS if timeout is None else milliseconds(timeout))
     end = None if timeout is None else time.monotonic() + timeout
     while True:
@@ -196,7 +185,7 @@ def count(counter, n=1, device=-1):
 def send(channel, tree, tensors, timeout_ms):
     """Sends one message. `tensors`: tuples as in `TENSOR`. Returns for each whether it was copied first (`COPIED` or 0)."""
     count = len(tensors)
-    packed = TENSOR.pack(*tensors[0]) if count == 1 else b"".join([TENSOR.pack(*tensor) for tensor in tensors])
+    packed = TENSOR.pack(*tensors[0]) if count == 1 else _packed(tensors)
     copied = (ctypes.c_ubyte * count)() if count > _IN_RESULT else None
     bits = library().send(channel, tree, len(tree), packed, count, timeout_ms, copied)
     if bits < 0:
@@ -207,9 +196,7 @@ def send(channel, tree, tensors, timeout_ms):
 
 
 def _packed(tensors):
-    """Tensors in memory that is written to."""
-    packed = b"".join([TENSOR.pack(*tensor) for tensor in tensors])
-    return ctypes.create_string_buffer(packed, len(packed)) if tensors else None
+    return b"".join([TENSOR.pack(*tensor) for tensor in tensors])
 
 
 class _Reading(threading.local):
@@ -259,7 +246,8 @@ def _unpacked(lib, out):
 def ticket(tree, tensors, many):
     """A message for whoever redeems it: (its text, the flags that came back)."""
     lib = library()
-    buffer = _packed(tensors)
+    size = len(tensors) * TENSOR.size
+    buffer = ctypes.create_string_buffer(_packed(tensors), size) if size else None  # it is written to
     text = lib.ticket(tree, len(tree), buffer, len(tensors), 1 if many else 0)
     if not text:
         raise last_error("ticket")
@@ -338,7 +326,7 @@ def wait_done(address, stream, flags, timeout_ms):
 
 def _dlpack_spec(ndim):
     """millpond_dlpack_spec with the shape and the strides right behind it."""
-    return struct.Struct(f"=QiiiBBHQQQI4x{2 * ndim}q")
+    return struct.Struct(f"=QiiiBBHQI4x{2 * ndim}q")
 
 
 _DLPACK_SPECS = [_dlpack_spec(ndim) for ndim in range(9)]
@@ -350,7 +338,7 @@ def dlpack_capsule(address, device, code, bits, shape, strides, owner, kind):
     layout = _DLPACK_SPECS[ndim] if ndim < 9 else _dlpack_spec(ndim)
     where = (2, device) if device >= 0 else (1, 0)
     try:
-        spec = layout.pack(address, *where, ndim, code, bits, 1, 0, 0, owner, kind, *shape, *strides)
+        spec = layout.pack(address, *where, ndim, code, bits, 1, owner, kind, *shape, *strides)
     except struct.error as e:
         raise errors.InvalidArgument(f"no tensor can have shape {shape} and strides {strides}: {e}") from None
     try:

@@ -53,12 +53,15 @@ def _fault(device):
     sent.copy_(data)
     back.zero_()
     for way, to, source, seen in (("to it", there, sent, lambda: there.cpu()), ("from it", back, there, lambda: back)):
-        what = {"device": device, "to": to.data_ptr(), "from": source.data_ptr(), "bytes": LEAST, "stream": _streams.current(device)}
-        _native.control("copy_by_host", **what)
+        _ask("copy_by_host", device, to.data_ptr(), source.data_ptr(), LEAST)
         wrong = (seen() != data).nonzero()
         if len(wrong):
             return f"byte {int(wrong[0])} of {LEAST} {way} is not what was sent"
     return ""
+
+
+def _ask(op, device, to, source, nbytes):
+    return _native.control(op, **{"device": device, "to": to, "from": source, "bytes": nbytes, "stream": _streams.current(device)})
 
 
 def copy(device, to, source, nbytes):
@@ -69,8 +72,7 @@ def copy(device, to, source, nbytes):
     try:
         if not works(device):
             return None
-        what = {"device": device, "to": to, "from": source, "bytes": nbytes, "stream": _streams.current(device)}
-        return _tier(_native.control("copy_by_host", **what))
+        return _tier(_ask("copy_by_host", device, to, source, nbytes))
     except errors.Error as e:
         return _tell(e)
 
@@ -83,8 +85,7 @@ def out(device, to, source, nbytes):
     try:
         if not works(device):
             return None
-        what = {"device": device, "to": to, "from": source, "bytes": nbytes, "stream": _streams.current(device)}
-        done = _native.control("copy_out", **what)
+        done = _ask("copy_out", device, to, source, nbytes)
     except errors.Unsupported:
         return None  # a GPU that the arena does not serve has no signals: `copy` does it
     except errors.Error as e:

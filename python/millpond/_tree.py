@@ -31,6 +31,7 @@ INLINE_BYTES = 1024
 #: Containers deeper than this are refused.
 MAX_DEPTH = 100
 
+
 def _dumper(ensure_ascii):
     """JSON's own encoder. Its class sets the C function up anew for each value, which takes longer than a small message."""
     slow = json.JSONEncoder(separators=(",", ":"), ensure_ascii=ensure_ascii, allow_nan=False, check_circular=False)
@@ -78,7 +79,6 @@ class Encoded:
         self.copied_bytes += nbytes
         values, before = self.by_host.get(tier, (0, 0))
         self.by_host[tier] = (values + 1, before + nbytes)
-
 
     def finish(self):
         """Returns when nothing that was encoded is read any more: the message has left, or will not."""
@@ -492,7 +492,7 @@ def _children(function, value, path):
             if entry.pickle:
                 _pickled(_Encoder(), entry, value)
                 return
-            fields = _types.of_type(type(value)).to_fields(value)
+            fields = entry.to_fields(value)
         except No as e:
             raise errors.cannot_cross(path, str(e)) from None
         for key, item in fields.items() if isinstance(fields, dict) else ():

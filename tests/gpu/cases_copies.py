@@ -5,18 +5,9 @@ import statistics
 import threading
 import time
 
-from harness import Parent, check, equal, test, until, worker
+from harness import Parent, check, equal, test, timed, until, worker
 
 MIB, GIB = 1 << 20, 1 << 30
-
-
-def timed(torch, function):
-    """Seconds of a call, GPU work included."""
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    function()
-    torch.cuda.synchronize()
-    return time.perf_counter() - start
 
 
 @worker

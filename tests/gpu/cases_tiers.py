@@ -5,18 +5,9 @@ import subprocess
 import sys
 import time
 
-from harness import DRIVER, SUITE, Parent, Skip, check, equal, test, until, worker
+from harness import DRIVER, SUITE, Parent, Skip, check, equal, test, timed, until, worker
 
 MIB, GIB = 1 << 20, 1 << 30
-
-
-def timed(torch, function):
-    """Seconds of a call, GPU work included."""
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    function()
-    torch.cuda.synchronize()
-    return time.perf_counter() - start
 
 
 @test(timeout=150, alone=True)

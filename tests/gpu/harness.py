@@ -70,6 +70,15 @@ def until(condition, seconds, what):
         time.sleep(0.0005)
 
 
+def timed(torch, function):
+    """Seconds of a call, GPU work included."""
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    function()
+    torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
 class Parent:
     """This process as a parent, with its arena. `replace`: torch's allocator is ours here too."""
 

@@ -44,7 +44,7 @@
 
 typedef struct Owned Owned;
 
-// What [`millpond_dlpack`] makes a tensor of.
+// What [`millpond_dlpack_capsule`] makes a tensor of.
 typedef struct millpond_dlpack_spec {
   // Its first element.
   uint64_t address;
@@ -60,10 +60,6 @@ typedef struct millpond_dlpack_spec {
   uint8_t bits;
   // Lanes of an element; 1.
   uint16_t lanes;
-  // Elements of each dimension.
-  const int64_t *shape;
-  // Elements from one to the next, of each dimension; null: contiguous.
-  const int64_t *strides;
   // The import or the block's address that the tensor keeps.
   uint64_t owner;
   // 0: an import, 1: a block.
@@ -174,19 +170,13 @@ int32_t millpond_count(int32_t device,
                        const char *name,
                        uint64_t n);
 
-// A `DLManagedTensor` that keeps an import or a block until its deleter runs. Null and the last error where it cannot be.
-//
-// # Safety
-// `spec` may be read, its `shape` and `strides` (where not null) have `ndim` entries.
-void *millpond_dlpack(const struct millpond_dlpack_spec *spec);
-
-// [`millpond_dlpack`] in a Python capsule named "dltensor" (a new reference), from one piece of memory: the spec, whose `shape` and
-// `strides` are not looked at, and right behind it `ndim` sizes and `ndim` strides of 8 bytes. Null and the last error where it
-// cannot be; null alone where Python has set an exception.
+// A `DLManagedTensor` that keeps an import or a block until its deleter runs, in a Python capsule named "dltensor" (a new reference).
+// From one piece of memory: the spec, and right behind it `ndim` sizes and `ndim` strides of 8 bytes. Null and the last error where
+// it cannot be; null alone where Python has set an exception.
 //
 // # Safety
 // All of that may be read (it need not be aligned), and the GIL is held.
-void *millpond_dlpack_capsule(const char *spec);
+void *millpond_dlpack_capsule(const struct millpond_dlpack_spec *spec);
 
 // Takes the addresses of `PyCapsule_New`, `PyCapsule_IsValid` and `PyCapsule_GetPointer`, for [`millpond_dlpack_capsule`] and its
 // destructor.
@@ -197,7 +187,7 @@ void millpond_dlpack_init(void *new_,
 // A capsule's destructor: deletes the tensor if nobody took it (its name is still "dltensor").
 //
 // # Safety
-// For CPython to call on a capsule that holds a tensor of [`millpond_dlpack`].
+// For CPython to call on a capsule of [`millpond_dlpack_capsule`].
 void millpond_dlpack_capsule_destructor(void *capsule);
 
 // This thread's last error as JSON `{"code", "message"}`; empty if there was none. Valid until the thread's next call.

@@ -10,7 +10,7 @@ use std::panic::catch_unwind;
 use std::ptr::null_mut;
 use std::sync::atomic::{AtomicPtr, Ordering};
 
-use crate::error::{guard, ApiError, Result};
+use crate::error::{guard, ApiError};
 use crate::tensor::{deallocate, millpond_import_release};
 
 /// `DLDevice`.
@@ -52,7 +52,7 @@ pub struct DLManagedTensor {
     deleter: Option<unsafe extern "C" fn(*mut DLManagedTensor)>,
 }
 
-/// What [`millpond_dlpack`] makes a tensor of.
+/// What [`millpond_dlpack_capsule`] makes a tensor of.
 #[repr(C)]
 #[derive(Debug)]
 pub struct millpond_dlpack_spec {
@@ -70,10 +70,6 @@ pub struct millpond_dlpack_spec {
     pub bits: u8,
     /// Lanes of an element; 1.
     pub lanes: u16,
-    /// Elements of each dimension.
-    pub shape: *const i64,
-    /// Elements from one to the next, of each dimension; null: contiguous.
-    pub strides: *const i64,
     /// The import or the block's address that the tensor keeps.
     pub owner: u64,
     /// 0: an import, 1: a block.
@@ -89,49 +85,25 @@ struct Context {
     kind: u32,
 }
 
-/// A `DLManagedTensor` that keeps an import or a block until its deleter runs. Null and the last error where it cannot be.
-///
-/// # Safety
-/// `spec` may be read, its `shape` and `strides` (where not null) have `ndim` entries.
-#[no_mangle]
-pub unsafe extern "C" fn millpond_dlpack(spec: *const millpond_dlpack_spec) -> *mut c_void {
-    guard(null_mut(), || {
-        // SAFETY: by this function's contract.
-        let spec = unsafe { spec.as_ref() }.ok_or_else(|| ApiError::argument("spec is null"))?;
-        let ndim = spec.dimensions()?;
-        if ndim > 0 && spec.shape.is_null() {
-            return Err(ApiError::argument("shape is null"));
-        }
-        let list = |at: *const i64| {
-            if at.is_null() || ndim == 0 {
-                return Vec::new();
-            }
-            // SAFETY: by this function's contract.
-            unsafe { std::slice::from_raw_parts(at, ndim) }.to_vec()
-        };
-        Ok(Box::into_raw(managed(spec, list(spec.shape), list(spec.strides))).cast())
-    })
-}
-
-/// [`millpond_dlpack`] in a Python capsule named "dltensor" (a new reference), from one piece of memory: the spec, whose `shape` and
-/// `strides` are not looked at, and right behind it `ndim` sizes and `ndim` strides of 8 bytes. Null and the last error where it
-/// cannot be; null alone where Python has set an exception.
+/// A `DLManagedTensor` that keeps an import or a block until its deleter runs, in a Python capsule named "dltensor" (a new reference).
+/// From one piece of memory: the spec, and right behind it `ndim` sizes and `ndim` strides of 8 bytes. Null and the last error where
+/// it cannot be; null alone where Python has set an exception.
 ///
 /// # Safety
 /// All of that may be read (it need not be aligned), and the GIL is held.
 #[no_mangle]
-pub unsafe extern "C" fn millpond_dlpack_capsule(spec: *const c_char) -> *mut c_void {
+pub unsafe extern "C" fn millpond_dlpack_capsule(spec: *const millpond_dlpack_spec) -> *mut c_void {
     guard(null_mut(), || {
         let new = NEW.load(Ordering::Acquire);
         if new.is_null() || spec.is_null() {
             return Err(ApiError::argument("spec is null, or millpond_dlpack_init was not called"));
         }
-        let at = spec.cast::<millpond_dlpack_spec>();
+        let behind = spec.wrapping_add(1).cast::<i64>();
         // SAFETY: by this function's contract; every pattern of bits is a spec.
-        let spec = unsafe { at.read_unaligned() };
-        let ndim = spec.dimensions()?;
+        let spec = unsafe { spec.read_unaligned() };
+        let ndim = usize::try_from(spec.ndim).map_err(|_| ApiError::argument(format!("{} dimensions", spec.ndim)))?;
         // SAFETY: by this function's contract, 2 * ndim numbers stand behind the spec.
-        let list = |from: usize| (from..from + ndim).map(|n| unsafe { at.add(1).cast::<i64>().add(n).read_unaligned() }).collect();
+        let list = |from: usize| (from..from + ndim).map(|n| unsafe { behind.add(n).read_unaligned() }).collect();
         let tensor = Box::into_raw(managed(&spec, list(0), list(ndim)));
         // SAFETY: the address was given as that of this function of CPython's stable ABI, and the GIL is held.
         let capsule = unsafe {
@@ -144,12 +116,6 @@ pub unsafe extern "C" fn millpond_dlpack_capsule(spec: *const c_char) -> *mut c_
         }
         Ok(capsule)
     })
-}
-
-impl millpond_dlpack_spec {
-    fn dimensions(&self) -> Result<usize> {
-        usize::try_from(self.ndim).map_err(|_| ApiError::argument(format!("{} dimensions", self.ndim)))
-    }
 }
 
 /// A tensor and what keeps its memory. Its address is that of the tensor.
@@ -174,7 +140,6 @@ fn managed(spec: &millpond_dlpack_spec, shape: Vec<i64>, strides: Vec<i64>) -> B
         kind: spec.kind,
     });
     context.tensor.tensor.shape = context.shape.as_mut_ptr();
-    // Without strides it is contiguous.
     context.tensor.tensor.strides = if context.strides.is_empty() { null_mut() } else { context.strides.as_mut_ptr() };
     context
 }
@@ -213,7 +178,7 @@ pub extern "C" fn millpond_dlpack_init(new: *mut c_void, is_valid: *mut c_void, 
 /// A capsule's destructor: deletes the tensor if nobody took it (its name is still "dltensor").
 ///
 /// # Safety
-/// For CPython to call on a capsule that holds a tensor of [`millpond_dlpack`].
+/// For CPython to call on a capsule of [`millpond_dlpack_capsule`].
 #[no_mangle]
 pub unsafe extern "C" fn millpond_dlpack_capsule_destructor(capsule: *mut c_void) {
     let (is_valid, get_pointer) = (IS_VALID.load(Ordering::Acquire), GET_POINTER.load(Ordering::Acquire));

@@ -42,7 +42,19 @@ class Emptied:
             time.sleep(0.002)
 
 
-class Torch:
+class Counted:
+    """What is said of itself by an allocator that counts as torch does."""
+
+    def grown(self):
+        """All bytes that were ever reserved."""
+        return self._stat("allocated")
+
+    def peak(self):
+        """The most bytes that were reserved since `fresh`; None where nobody can tell."""
+        return self._stat("peak")
+
+
+class Torch(Counted):
     """torch's C++ interface, whatever is under it: ours, native, expandable, cudaMallocAsync."""
 
     device = 0
@@ -88,14 +100,6 @@ class Torch:
         self.torch.cuda.synchronize()
         self.torch.cuda.empty_cache()
         return self._stat("current")
-
-    def grown(self):
-        """All bytes that were ever reserved."""
-        return self._stat("allocated")
-
-    def peak(self):
-        """The most bytes that were reserved since `fresh`; None where nobody can tell."""
-        return self._stat("peak")
 
     def _stat(self, what):
         return self.torch.cuda.memory_stats(0).get(f"reserved_bytes.all.{what}", 0)
@@ -152,7 +156,7 @@ def arena_size(peak_live):
     return max(1 << 30, -(-2 * peak_live // MIB) * MIB)
 
 
-class Host:
+class Host(Counted):
     """Ours over the host driver, by the C interface. It has one stream there."""
 
     device = -1
@@ -186,12 +190,6 @@ class Host:
     def _empty(self):
         self._control("trim", device=-1)
         return self._stat("current")
-
-    def grown(self):
-        return self._stat("allocated")
-
-    def peak(self):
-        return self._stat("peak")
 
     def _stat(self, what):
         return self._control("stats", device=-1)[f"reserved_bytes.all.{what}"]
