@@ -24,6 +24,9 @@ use crate::window::Window;
 /// Addresses of the window that a replay runs in, in bytes: as far as blocks can lie.
 const WINDOW: u64 = (2 << 40) - (4 << 20);
 
+/// So many of the slowest calls are named.
+const SLOWEST: usize = 10;
+
 /// The first line of a trace.
 pub const HEADER: &str = "Thread,Time,Action,Pointer,Size,Stream";
 
@@ -107,6 +110,8 @@ pub struct Report {
     pub ratio: f64,
     /// How long the calls took that needed no growth, in nanoseconds, the clock's own time included.
     pub ns: Nanoseconds,
+    /// The slowest of those calls, the slowest first: the line and nanoseconds.
+    pub slowest: Vec<(u64, u64)>,
     /// How long the longest call with a growth took, in nanoseconds.
     pub growth_ns: u64,
     /// Growths.
@@ -190,7 +195,7 @@ pub fn replay(events: &[Event], config: HeapConfig) -> Result<Report, ReplayErro
 /// # Errors
 /// As [`replay`].
 pub fn replay_often(events: &[Event], config: HeapConfig, replays: usize) -> Result<Report, ReplayError> {
-    let mut all: Vec<Vec<u64>> = Vec::new();
+    let mut all: Vec<Vec<(u64, u64)>> = Vec::new();
     loop {
         let mut run = Run::new(config)?;
         for event in events {
@@ -205,16 +210,16 @@ pub fn replay_often(events: &[Event], config: HeapConfig, replays: usize) -> Res
     }
 }
 
-/// The median of each place; the last list's where they are not equally long.
-fn medians(mut all: Vec<Vec<u64>>) -> Vec<u64> {
+/// The median of each call, which are (line, nanoseconds); the last list's where they are not equally long.
+fn medians(mut all: Vec<Vec<(u64, u64)>>) -> Vec<(u64, u64)> {
     let Some(last) = all.pop() else { return Vec::new() };
     if all.iter().any(|times| times.len() != last.len()) {
         return last;
     }
-    let median = |(place, own): (usize, &u64)| {
-        let mut times: Vec<u64> = all.iter().filter_map(|times| times.get(place).copied()).chain([*own]).collect();
+    let median = |(place, (line, own)): (usize, &(u64, u64))| {
+        let mut times: Vec<u64> = all.iter().filter_map(|times| Some(times.get(place)?.1)).chain([*own]).collect();
         times.sort_unstable();
-        times.get(times.len() / 2).copied().unwrap_or(*own)
+        (*line, times.get(times.len() / 2).copied().unwrap_or(*own))
     };
     last.iter().enumerate().map(median).collect()
 }
@@ -230,7 +235,8 @@ struct Run {
     /// The same by address here, to find overlaps.
     taken: BTreeMap<Addr, u64>,
     live_bytes: u64,
-    times: Vec<u64>,
+    /// Calls that needed no growth: the line and nanoseconds.
+    times: Vec<(u64, u64)>,
     report: Report,
 }
 
@@ -284,7 +290,7 @@ impl Run {
         if self.heap.stats().growths > growths {
             self.report.growth_ns = self.report.growth_ns.max(took);
         } else {
-            self.times.push(took);
+            self.times.push((event.line, took));
         }
         let addr = match result {
             Ok(addr) => addr,
@@ -314,7 +320,7 @@ impl Run {
         self.live_bytes -= bytes;
         let start = Instant::now();
         let result = self.heap.free(addr);
-        self.times.push(start.elapsed().as_nanos() as u64);
+        self.times.push((event.line, start.elapsed().as_nanos() as u64));
         result.err().map(|error| error.to_string())
     }
 
@@ -328,8 +334,9 @@ impl Run {
         report.ratio = if report.peak_live == 0 { 0.0 } else { counts.peak as f64 / report.peak_live as f64 };
         report.growths = stats.growths;
         report.chunks = counts.chunks;
-        self.times.sort_unstable();
-        let at = |part: f64| self.times.get((self.times.len() as f64 * part) as usize).or(self.times.last()).copied().unwrap_or_default();
+        self.times.sort_unstable_by_key(|(_, took)| *took);
+        let at = |part: f64| self.times.get((self.times.len() as f64 * part) as usize).or(self.times.last()).map_or(0, |(_, took)| *took);
+        report.slowest = self.times.iter().rev().take(SLOWEST).copied().collect();
         report.ns = Nanoseconds { p50: at(0.5), p99: at(0.99), p99_9: at(0.999), max: at(1.0) };
         report
     }
@@ -405,12 +412,17 @@ mod tests {
 
     #[test]
     fn times_of_many_replays_are_medians_of_each_call() {
-        assert_eq!(medians(vec![vec![5, 9_000], vec![6, 8], vec![4, 9]]), [5, 9]);
-        assert_eq!(medians(vec![vec![5, 9], vec![7]]), [7], "they did not grow at the same calls");
-        assert_eq!(medians(Vec::new()), [0_u64; 0]);
+        let calls = |times: [u64; 2]| vec![(2, times[0]), (3, times[1])];
+        assert_eq!(medians(vec![calls([5, 9_000]), calls([6, 8]), calls([4, 9])]), calls([5, 9]));
+        assert_eq!(medians(vec![calls([5, 9]), vec![(3, 7)]]), [(3, 7)], "they did not grow at the same calls");
+        assert_eq!(medians(Vec::new()), []);
         let text = format!("{HEADER}\n0,0,allocate,0x1000,512,0\n0,0,free,0x1000,512,0\n0,0,allocate,0x1000,512,0\n");
         let report = replay_often(&parse(&text).unwrap(), SMALL, 3).unwrap();
         assert_eq!((report.events, report.growths, report.failed.len()), (3, 1, 0), "the counts are one replay's");
+        let mut lines: Vec<u64> = report.slowest.iter().map(|(line, _)| *line).collect();
+        lines.sort_unstable();
+        assert_eq!(lines, [3, 4], "the first grew");
+        assert!(report.slowest.is_sorted_by(|one, next| one.1 >= next.1));
     }
 
     #[test]

@@ -12,6 +12,8 @@ import tarfile
 import tempfile
 
 EVENTS = "200000"
+#: Of the exchanging workers: some six calls each, and p99.9 needs thousands.
+TURNS = 1500
 _arena = None
 
 
@@ -74,7 +76,7 @@ def prefetch(torch):
             return host[n % 6].to("cuda", non_blocking=True)
 
     batch = fetch(0)
-    for turn in range(150):
+    for turn in range(TURNS):
         torch.cuda.current_stream().wait_stream(side)
         batch.record_stream(torch.cuda.current_stream())
         following = fetch(turn + 1)
@@ -106,7 +108,7 @@ def exchanging(torch):
         env = _arena.worker_env(f"exchanging-{n}")
         subprocess.Popen([sys.executable, os.path.abspath(__file__), "--worker"], env=env)
         conns.append(_arena.accept(timeout=60))
-    for turn in range(150):
+    for turn in range(TURNS):
         for n, conn in enumerate(conns):
             conn.send({"size": 4096 << (turn * 7 + n) % 12, "others": None})
             made = conn.recv(timeout=30)["made"]

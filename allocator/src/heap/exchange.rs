@@ -13,20 +13,18 @@ use std::cmp::Reverse;
 use crate::tlsf::GRANULE;
 use crate::window::Chunk;
 
-use super::{Heap, Inner};
+use super::{Heap, Inner, Request};
 
 /// The most chunks that one growth gives up: each takes some 50 µs to unmap.
 const MOST: usize = 16;
 /// Free chunks are worth the exchange if they make up at least this part of the block (4: a quarter).
 const WORTH: u64 = 4;
-/// Looks at a device that is busy: some 50 µs, where a growth takes hundreds.
-const LOOKS: usize = 24;
 
 impl Heap {
     /// Gives up free chunks that a growth for a block of `exact` bytes of chunks is to replace. Returns how many bytes those were:
     /// all that there are, or at least `exact`. Called with `growing` held and no other lock.
-    pub(super) fn give_up_for(&self, exact: u64, capturing: bool) -> u64 {
-        if capturing || exact > self.config.chunk_bytes {
+    pub(super) fn give_up_for(&self, exact: u64, request: Request) -> u64 {
+        if request.capturing || exact > self.config.chunk_bytes {
             return 0;
         }
         let (over, busy) = {
@@ -40,9 +38,9 @@ impl Heap {
         if over + busy < exact.div_ceil(WORTH) {
             return 0;
         }
-        if over < exact && busy > 0 {
+        if over < exact && busy > 0 && !request.looked {
             // What is not known to be over may be so by now, or soon. If not, the next growth will know.
-            let _ = self.glance() || self.look(LOOKS);
+            self.glance(true);
         }
         let taken = self.whole().take_for(exact, self.config.chunk_bytes);
         self.hand_back(taken)

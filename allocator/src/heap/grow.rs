@@ -50,7 +50,7 @@ impl Heap {
         let unit = self.driver.device().granularity.max(1);
         let exact = request.bytes.div_ceil(unit).saturating_mul(unit);
         let limit = self.limit.load(Ordering::Relaxed);
-        let given_up = self.give_up_for(exact, request.capturing);
+        let given_up = self.give_up_for(exact, request);
         let reserved = self.inner.lock().meter.reserved_bytes();
         let room = limit.saturating_sub(reserved);
         if exact > room {

@@ -28,9 +28,13 @@ impl Heap {
         if let Some(addr) = self.search(request) {
             return Ok(addr);
         }
-        if !request.capturing && self.has_others() && self.glance() {
-            if let Some(addr) = self.search(request) {
-                return Ok(addr);
+        if !request.capturing && self.has_others() {
+            let seen = self.glance(false);
+            request.looked = seen.is_some();
+            if seen == Some(true) {
+                if let Some(addr) = self.search(request) {
+                    return Ok(addr);
+                }
             }
         }
         if let Ok(addr) = self.search_or_grow(request) {
@@ -181,7 +185,7 @@ impl Heap {
             }
             std::thread::sleep(Duration::from_micros(20 * (pause + 1).min(25)));
         }
-        self.glance();
+        self.glance(false);
         true
     }
 

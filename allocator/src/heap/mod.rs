@@ -259,7 +259,7 @@ impl Heap {
             }
         }
         drop(guard);
-        self.miss(Request { bytes, granules, stream, id, capturing, origin })
+        self.miss(Request { bytes, granules, stream, id, capturing, looked: false, origin })
     }
 
     #[cold]
@@ -420,5 +420,7 @@ struct Request {
     stream: Stream,
     id: StreamId,
     capturing: bool,
+    /// It was looked already whether the device is idle: looking again costs as much, and would say the same.
+    looked: bool,
     origin: Origin,
 }

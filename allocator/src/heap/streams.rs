@@ -15,8 +15,11 @@ use crate::tlsf::Handle;
 use super::block::touched;
 use super::is_legacy;
 
-/// Frees after which an event is worth its 0.25 µs even if nobody has asked.
-const FREES_PER_EVENT: u32 = 64;
+/// Frees after which an event is worth its microsecond even if nobody has asked: of a stream that others have asked of lately, and
+/// of one that they have not, whose calls should seldom be the one that pays.
+const FREES_PER_EVENT: (u32, u32) = (64, 2048);
+/// Events for which a stream counts as asked of lately.
+const ASKED: u8 = 32;
 /// The same in bytes.
 const BYTES_PER_EVENT: u64 = 1 << 30;
 /// Events of one stream in flight; after that the newest is recorded anew, which covers more.
@@ -44,6 +47,8 @@ struct State {
     recorded: u64,
     /// The largest mark that somebody waits for it to come past.
     wanted: u64,
+    /// Events that it will yet record before it counts as not asked of.
+    asked: u8,
     /// It was seen since the last look at who may be forgotten.
     recent: bool,
     /// Blocks that it was recorded on and that have not come past it.
@@ -63,6 +68,7 @@ impl State {
             done: 0,
             recorded: 0,
             wanted: 0,
+            asked: 0,
             recent: true,
             uses: 0,
             events: VecDeque::new(),
@@ -238,7 +244,7 @@ impl Streams {
     /// Asks that every stream but one that has freed something be recorded at its next chance.
     pub(super) fn want_others(&mut self, but: u32) {
         for (_, state) in (0..).zip(self.states.iter_mut()).filter(|(i, state)| *i != but && state.frees > 0) {
-            state.wanted = self.clock;
+            (state.wanted, state.asked) = (self.clock, ASKED);
         }
     }
 
@@ -247,10 +253,10 @@ impl Streams {
     pub(super) fn due(&self, stream: u32) -> bool {
         self.states.len() > 2
             && self.captures == 0
-            && self
-                .states
-                .get(stream as usize)
-                .is_some_and(|s| s.wanted > s.recorded.max(self.context_done) || s.frees >= FREES_PER_EVENT || s.bytes >= BYTES_PER_EVENT)
+            && self.states.get(stream as usize).is_some_and(|s| {
+                let frees = if s.asked > 0 { FREES_PER_EVENT.0 } else { FREES_PER_EVENT.1 };
+                s.wanted > s.recorded.max(self.context_done) || s.frees >= frees || s.bytes >= BYTES_PER_EVENT
+            })
     }
 
     /// Records the stream. Only inside a call that was handed `raw` and that knows that it does not capture itself.
@@ -270,7 +276,7 @@ impl Streams {
             return Err(error);
         }
         state.events.push_back((self.clock, event));
-        (state.frees, state.bytes, state.recorded) = (0, 0, self.clock);
+        (state.frees, state.bytes, state.recorded, state.asked) = (0, 0, self.clock, state.asked.saturating_sub(1));
         self.clock += 1;
         Ok(())
     }

@@ -6,9 +6,9 @@ use crate::window::Chunk;
 
 use super::{Heap, Inner};
 
-/// Looks at a context-wide event that was recorded just now, before the device counts as busy: some 40 µs, where a growth
-/// takes hundreds. An idle device may take 10 to say so.
-const GLANCES: usize = 24;
+/// Looks at a context-wide event, before the device counts as busy: some 100 µs, where a growth takes hundreds. An idle device
+/// takes 10 to say so, and longer where it comes from another process's work.
+const GLANCES: usize = 48;
 
 impl Heap {
     /// Gives back free chunks that no queued work can reach, up to about `bytes`; returns how many bytes went back. What
@@ -56,37 +56,34 @@ impl Heap {
     /// [`Heap::trim`] of everything, once what was queued so far is over if that is now: for `torch.cuda.empty_cache()`,
     /// which users call after a synchronisation. Never waits.
     pub fn empty_cache(&self) -> u64 {
-        self.glance();
+        self.glance(false);
         self.trim(u64::MAX)
     }
 
-    /// Looks whether everything queued so far is over already. True if anything new was found to be.
-    pub(super) fn glance(&self) -> bool {
+    /// Looks whether everything queued so far is over already, and says whether anything new was found to be; `None`: it did not look.
+    /// An event in flight says that the device is busy, and a newer one would say no more: it is looked at where `again`.
+    pub(super) fn glance(&self, again: bool) -> Option<bool> {
         {
             let mut inner = self.whole();
             inner.streams.poll();
-            // One in flight says that the device is busy; a newer one would say no more.
-            if inner.streams.context_pending() || inner.streams.record_context().is_none() {
-                return false;
+            match inner.streams.context_pending() {
+                true if !again => return None,
+                true => {}
+                false => drop(inner.streams.record_context()?),
             }
         }
-        self.look(GLANCES)
-    }
-
-    /// Looks so many times whether a context-wide event that is in flight is over. True if one is.
-    pub(super) fn look(&self, times: usize) -> bool {
-        for _ in 0..times {
+        for _ in 0..GLANCES {
             let mut inner = self.inner.lock();
             if inner.streams.poll_context() {
-                return true;
+                return Some(true);
             }
             if !inner.streams.context_pending() {
-                return false;
+                break;
             }
             drop(inner);
             (0..32).for_each(|_| std::hint::spin_loop());
         }
-        false
+        Some(false)
     }
 }
 

@@ -1,19 +1,21 @@
-//! The client's connection to its owner: calls and answers, by one thread that reads.
+//! The client's connection to its owner: calls and answers. Who waits for an answer reads the socket itself, if nobody does yet:
+//! to be woken by another thread would take as long as the owner needs. What comes while nobody waits, one thread reads.
 
 use std::collections::HashMap;
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::Sender;
-use std::sync::Arc;
+use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
+use rustix::event::PollFlags;
 use rustix::net::{connect, shutdown, socket_with, AddressFamily, Shutdown, SocketAddrUnix, SocketFlags, SocketType};
 use rustix::process::{getpid, pidfd_open, PidfdFlags};
 
 use super::error::Error;
-use crate::wire::{send_frame, Answer, Ask, FrameError, FrameReader, FromClient, FromOwner, Hello, Request, Welcome};
+use crate::wire::{send_frame, wait, Answer, Ask, FrameError, FrameReader, FromClient, FromOwner, Hello, Request, Welcome};
 
 /// The longest that anything is waited for.
 pub(super) const LONGEST: Duration = Duration::from_secs(366 * 24 * 3600);
@@ -34,6 +36,10 @@ pub(super) struct Link {
     sending: Mutex<()>,
     pending: Mutex<Pending>,
     answered: Condvar,
+    /// Held while somebody reads. Whoever lets go of it has left no whole frame in it: no poll would tell of that.
+    reading: Mutex<FrameReader>,
+    /// Where the tender hears what the owner asks.
+    notices: OnceLock<Sender<Notice>>,
     next: AtomicU64,
     dead: AtomicBool,
 }
@@ -84,7 +90,7 @@ pub(super) enum Notice {
 
 impl Link {
     /// Connects and shakes hands.
-    pub(super) fn connect(path: &Path, hello: &Hello, timeout: Duration) -> Result<(Self, FrameReader, Welcome, Vec<OwnedFd>), Error> {
+    pub(super) fn connect(path: &Path, hello: &Hello, timeout: Duration) -> Result<(Self, Welcome, Vec<OwnedFd>), Error> {
         let address = address(path)?;
         let unavailable = |why: rustix::io::Errno| Error::OwnerUnavailable { socket: path.display().to_string(), why: why.to_string() };
         let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None).map_err(unavailable)?;
@@ -111,10 +117,12 @@ impl Link {
                     sending: Mutex::new(()),
                     pending: Mutex::default(),
                     answered: Condvar::new(),
+                    reading: Mutex::new(reader),
+                    notices: OnceLock::new(),
                     next: AtomicU64::new(1),
                     dead: AtomicBool::new(false),
                 };
-                Ok((link, reader, welcome, fds))
+                Ok((link, welcome, fds))
             }
             FromOwner::Refused { refused } => Err(Error::Refused(format!(
                 "the owner refused the {}: it expects {}, found {}",
@@ -174,18 +182,38 @@ impl Link {
             return Err(error);
         }
         let deadline = Instant::now() + timeout.min(LONGEST);
-        let mut pending = self.pending.lock();
         loop {
-            if let Some((answer, fds)) = pending.answers.remove(&call_id) {
-                return Ok((answer, fds));
+            let mut pending = self.pending.lock();
+            if let Some(answered) = pending.answers.remove(&call_id) {
+                return Ok(answered);
             }
             if self.is_dead() {
                 pending.waiting.remove(&call_id);
                 return Err(Error::OwnerDied);
             }
-            if self.answered.wait_until(&mut pending, deadline).timed_out() && !pending.answers.contains_key(&call_id) {
+            if Instant::now() >= deadline {
                 pending.waiting.insert(call_id, abandoned);
                 return Err(Error::Timeout(format!("the owner did not answer within {} ms", timeout.as_millis())));
+            }
+            match self.reading.try_lock() {
+                Some(mut reader) => {
+                    drop(pending);
+                    self.lead(&mut reader, call_id, deadline);
+                }
+                None => drop(self.answered.wait_until(&mut pending, deadline)),
+            }
+        }
+    }
+
+    /// Reads until a call is answered, the time is over, or the owner is gone.
+    fn lead(&self, reader: &mut FrameReader, call_id: u64, deadline: Instant) {
+        while self.pending.lock().waiting.contains_key(&call_id) {
+            let left = deadline.saturating_duration_since(Instant::now());
+            let read = reader.read_frame(self.socket.as_fd(), Some(left), true);
+            match read.and_then(|frame| self.take(&frame, reader)).and_then(|()| self.take_all(reader)) {
+                Ok(()) => {}
+                Err(FrameError::Timeout) => return,
+                Err(error) => return self.ended(&error),
             }
         }
     }
@@ -201,45 +229,78 @@ impl Link {
         };
     }
 
-    /// Reads until the owner is gone. The body of the reader's thread.
-    pub(super) fn read(self: &Arc<Self>, mut reader: FrameReader, notices: &Sender<Notice>) {
-        let mut next = || -> Result<(), FrameError> {
-            let frame = reader.read_frame(self.socket.as_fd(), None, false)?;
-            match serde_json::from_slice(&frame)? {
-                FromOwner::Answer { call_id, answer, fds } => {
-                    let fds = reader.take_fds(fds)?;
-                    let mut pending = self.pending.lock();
-                    match pending.waiting.remove(&call_id) {
-                        Some(Awaited::Yes) => {
-                            pending.answers.insert(call_id, (answer, fds));
-                            self.answered.notify_all();
-                        }
-                        // Its descriptors close here.
-                        Some(awaited) => {
-                            drop(pending);
-                            self.late(awaited, answer);
-                        }
-                        None => {}
+    /// Who is told what the owner asks. Once, before anything is asked.
+    pub(super) fn notify(&self, notices: Sender<Notice>) {
+        let _ = self.notices.set(notices);
+    }
+
+    /// Reads until the owner is gone what nobody else does. The body of the reader's thread.
+    pub(super) fn read(&self) {
+        while !self.is_dead() {
+            let ready = wait(self.socket.as_fd(), PollFlags::IN, None);
+            let mut reader = self.reading.lock();
+            let read = ready.and_then(|()| {
+                while reader.fill(self.socket.as_fd())? {
+                    self.take_all(&mut reader)?;
+                }
+                Ok(())
+            });
+            if let Err(error) = read {
+                self.ended(&error);
+            }
+        }
+    }
+
+    /// Takes every whole frame that was read.
+    fn take_all(&self, reader: &mut FrameReader) -> Result<(), FrameError> {
+        while let Some(frame) = reader.next_frame()? {
+            self.take(&frame, reader)?;
+        }
+        Ok(())
+    }
+
+    fn take(&self, frame: &[u8], reader: &mut FrameReader) -> Result<(), FrameError> {
+        match serde_json::from_slice(frame)? {
+            FromOwner::Answer { call_id, answer, fds } => {
+                let fds = reader.take_fds(fds)?;
+                let mut pending = self.pending.lock();
+                match pending.waiting.remove(&call_id) {
+                    Some(Awaited::Yes) => {
+                        pending.answers.insert(call_id, (answer, fds));
+                        self.answered.notify_all();
                     }
+                    // Its descriptors close here.
+                    Some(awaited) => {
+                        drop(pending);
+                        self.late(awaited, answer);
+                    }
+                    None => {}
                 }
-                FromOwner::Ask { ask_id, ask, fds } => {
-                    drop(reader.take_fds(fds)?);
-                    let _ = notices.send(Notice::Ask(ask_id, ask));
-                }
-                FromOwner::Welcome { .. } | FromOwner::Refused { .. } => {}
             }
-            Ok(())
-        };
-        let error = loop {
-            if let Err(error) = next() {
-                break error;
+            FromOwner::Ask { ask_id, ask, fds } => {
+                drop(reader.take_fds(fds)?);
+                self.notice(Notice::Ask(ask_id, ask));
             }
-        };
+            FromOwner::Welcome { .. } | FromOwner::Refused { .. } => {}
+        }
+        Ok(())
+    }
+
+    fn notice(&self, notice: Notice) {
+        if let Some(notices) = self.notices.get() {
+            let _ = notices.send(notice);
+        }
+    }
+
+    /// The owner is gone, or says what it cannot mean.
+    fn ended(&self, error: &FrameError) {
+        if self.dead.swap(true, Ordering::AcqRel) {
+            return;
+        }
         tracing::info!(%error, "the owner is gone");
-        self.dead.store(true, Ordering::Release);
         let _pending = self.pending.lock();
         self.answered.notify_all();
-        let _ = notices.send(Notice::OwnerDied);
+        self.notice(Notice::OwnerDied);
     }
 
     /// Ends the connection; the reader's thread ends with it.

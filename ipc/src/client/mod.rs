@@ -190,7 +190,7 @@ impl Client {
     /// # Errors
     /// [`Error::OwnerUnavailable`], [`Error::Refused`] with the field that differs.
     pub fn attach(options: &Options) -> Result<Arc<Self>, Error> {
-        let (link, reader, welcome, fds) = Link::connect(&options.socket, &options.hello(), options.timeout)?;
+        let (link, welcome, fds) = Link::connect(&options.socket, &options.hello(), options.timeout)?;
         let control = fds.into_iter().next().ok_or_else(|| Error::Protocol("the owner sent no control memory".to_owned()))?;
         let control = Arc::new(Control::open(control)?);
         if welcome.client as usize >= MAX_CLIENTS {
@@ -235,7 +235,7 @@ impl Client {
             pid: std::process::id(),
             origin: Origin::here(),
         });
-        tend::start(&client, reader, options.on_owner_death)?;
+        tend::start(&client, options.on_owner_death)?;
         record::from_environment(&options.name);
         client.introduce();
         Ok(client)

@@ -14,7 +14,7 @@ use super::link::Notice;
 use super::record;
 use super::{Client, OnOwnerDeath};
 use crate::control::Cause;
-use crate::wire::{Ask, FrameReader, Peer, Request};
+use crate::wire::{Ask, Peer, Request};
 
 /// Between beats when nothing is going on.
 const IDLE: Duration = Duration::from_millis(200);
@@ -23,10 +23,11 @@ const LENT: Duration = Duration::from_millis(20);
 /// While something waits to be let go: what two looks see gets an event of its own.
 const PARTING: Duration = Duration::from_millis(1);
 
-pub(super) fn start(client: &Arc<Client>, reader: FrameReader, on_owner_death: OnOwnerDeath) -> Result<(), Error> {
+pub(super) fn start(client: &Arc<Client>, on_owner_death: OnOwnerDeath) -> Result<(), Error> {
     let (sender, notices) = channel();
     *client.notices.lock() = Some(sender.clone());
     let link = client.shared.link.clone();
+    link.notify(sender);
     let spawn = |name: &str, body: Box<dyn FnOnce() + Send>| {
         thread::Builder::new()
             .name(name.to_owned())
@@ -36,7 +37,7 @@ pub(super) fn start(client: &Arc<Client>, reader: FrameReader, on_owner_death: O
     };
     let weak = Arc::downgrade(client);
     let threads = [
-        spawn("millpond-read", Box::new(move || link.read(reader, &sender)))?,
+        spawn("millpond-read", Box::new(move || link.read()))?,
         spawn("millpond-tend", Box::new(move || tend(&weak, &notices, on_owner_death)))?,
     ];
     client.threads.lock().extend(threads);

@@ -26,6 +26,8 @@ pub struct Options {
     /// A worker dies after so many of its operations on average; 0: none does. `None`: as often as `kills` needs, by how fast the
     /// workers turn out to be.
     pub kill_every_ops: Option<u64>,
+    /// One worker dies in so many milliseconds on average, at an operation that the seed draws.
+    pub kill_every_ms: Option<u64>,
     /// The run ends after so many deaths.
     pub kills: Option<u64>,
     /// Processes kept ready to replace the dead, their contexts made: on a GPU coming up takes longer than living.

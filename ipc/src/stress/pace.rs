@@ -1,4 +1,4 @@
-//! How often a worker dies where the run is to have so many deaths: by how fast the workers turn out to be.
+//! How often a worker dies where deaths are asked for by number or by time: by how fast the workers turn out to be.
 
 use std::time::Duration;
 
@@ -16,13 +16,17 @@ const MOST: u64 = 20_000;
 
 /// Operations after which the next worker dies on average. `ops` were done by all workers in `worked` of their time together.
 pub(super) fn kill_every(options: &Options, ops: u64, worked: Duration) -> u64 {
-    let Some(kills) = options.kills.filter(|_| options.kill_every_ops.is_none()) else {
-        return options.kill_every_ops.unwrap_or(USUAL);
+    // Between two deaths, in seconds.
+    let pause = match (options.kill_every_ops, options.kill_every_ms, options.kills) {
+        (Some(ops), ..) => return ops,
+        (_, Some(ms), _) => ms as f64 / 1e3,
+        (.., Some(kills)) => options.seconds as f64 * PLANNED / kills.max(1) as f64,
+        (None, None, None) => return USUAL,
     };
     if ops < FIRST || worked.is_zero() {
         return FIRST;
     }
-    let life = options.seconds as f64 * PLANNED * f64::from(options.workers) / kills.max(1) as f64;
+    let life = pause * f64::from(options.workers);
     ((ops as f64 / worked.as_secs_f64() * life) as u64).clamp(FEWEST, MOST)
 }
 
@@ -31,7 +35,7 @@ mod tests {
     use super::*;
 
     fn options(kills: Option<u64>, kill_every_ops: Option<u64>) -> Options {
-        Options { cuda: false, workers: 4, seconds: 100, kill_every_ops, kills, spares: 0, seed: 1, fault: None }
+        Options { cuda: false, workers: 4, seconds: 100, kill_every_ops, kill_every_ms: None, kills, spares: 0, seed: 1, fault: None }
     }
 
     #[test]
@@ -42,6 +46,9 @@ mod tests {
         assert_eq!(kill_every(&options(Some(100), None), 0, second), FIRST);
         // 100 deaths of 4 workers in 60 s: a life of 2.4 s.
         assert_eq!(kill_every(&options(Some(100), None), 1_000, second), 2_400);
+        let timed = Options { kill_every_ms: Some(500), ..options(Some(100), None) };
+        assert_eq!(kill_every(&timed, 1_000, second), 2_000, "one of four each half second: each lives two");
+        assert_eq!(kill_every(&timed, 0, second), FIRST);
         assert_eq!(kill_every(&options(Some(1_000_000), None), 1_000, second), FEWEST);
         assert_eq!(kill_every(&options(Some(1), None), 1_000_000, second), MOST);
     }

@@ -55,7 +55,7 @@ pub enum FrameError {
 }
 
 /// Waits until a descriptor is ready for `flags`, or hung up.
-fn wait(fd: BorrowedFd<'_>, flags: PollFlags, deadline: Option<Instant>) -> Result<(), FrameError> {
+pub(crate) fn wait(fd: BorrowedFd<'_>, flags: PollFlags, deadline: Option<Instant>) -> Result<(), FrameError> {
     loop {
         let left = deadline.map(|at| at.saturating_duration_since(Instant::now()));
         let timeout = left.map(|left| Timespec { tv_sec: left.as_secs() as i64, tv_nsec: i64::from(left.subsec_nanos()) });

@@ -4,5 +4,6 @@ pub(crate) mod epochs;
 mod frame;
 mod message;
 
+pub(crate) use frame::wait;
 pub use frame::{send_frame, FrameError, FrameReader, Outbox, FRAME_LIMIT, MAX_FDS};
 pub use message::*;

@@ -13,6 +13,8 @@ def of(settings, library):
     """The allocator of a mode. `library`: libreplaybench.so."""
     if settings["driver"] == "host":
         return Host(library)
+    if settings["mode"] == "bump":
+        return Bump("bump", settings["work"])
     if settings["mode"].startswith("rmm"):
         return Rmm(settings["mode"], settings["work"])
     return Torch(settings["mode"], settings["work"])
@@ -107,6 +109,23 @@ class Torch(Counted):
     def said(self):
         """Why the last call failed."""
         return self._library.torch_thrown().decode(errors="replace") or "it gave a null pointer"
+
+
+class Bump(Torch):
+    """The floor: what a call costs under torch whose allocator does next to nothing. Nothing comes back, nothing grows."""
+
+    def __init__(self, mode, work):
+        super().__init__(mode, work)
+        self.room = 0
+
+    def fresh(self, peak_live):
+        return 0
+
+    def peak(self):
+        return None
+
+    def grown(self):
+        return 0
 
 
 class Rmm(Torch):

@@ -132,8 +132,7 @@ def wanted(sections, driver):
     """The libraries that the sections need here."""
     names = ["replaybench"] if "replay" in sections else []
     if driver == "cuda" and modes.no_gpu() is None:
-        names += ["bump"] if "allocation" in sections else []
-        names += ["allocbench"] if {"allocation", "replay"} & set(sections) else []
+        names += ["allocbench", "bump"] if {"allocation", "replay"} & set(sections) else []
     return names
 
 

@@ -23,6 +23,7 @@ MODES = {
         "rmm-pool": "RMM's pool, which grows from nothing",
         "rmm-arena": "RMM's arena, of twice what is live at the peak",
         "rmm-async": "RMM's cudaMallocAsync",
+        "bump": "a pluggable allocator that only moves a pointer: the floor, most of it torch's own",
     },
     "handoff": {
         "ours": "millpond: a torch tensor as an offset, by a channel",

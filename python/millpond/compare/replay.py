@@ -11,6 +11,8 @@ import os
 from . import allocators, traces
 
 DONE, FAILED, NOT_TRIED = 0, 1, 2
+#: So many of the slowest calls are named.
+SLOWEST = 20
 #: No growth is faster than this, in nanoseconds.
 SLOW_NS = 1000
 _Reserved = ctypes.CFUNCTYPE(ctypes.c_uint64)
@@ -134,6 +136,7 @@ class Replayed:
     def report(self):
         """The figures, times in nanoseconds with the clock's own in them."""
         trace, tells = self._trace, self._allocator.tells_growth
+        own = medians(self._rounds)
         found = {
             "events": trace.count,
             "recorded_failures": trace.recorded_failures,
@@ -144,7 +147,8 @@ class Replayed:
             "failed": self._failed + len(trace.wrong),
             "ns": percentiles(self._all, self._clock.tick_ns),
             "ns_without_growth": percentiles(self._steady, self._clock.tick_ns) if tells else None,
-            "ns_without_growth_medians": percentiles(medians(self._rounds), self._clock.tick_ns) if tells else None,
+            "ns_without_growth_medians": percentiles(own, self._clock.tick_ns) if tells else None,
+            "slowest": self._slowest(own),
             "growths": len(self._growths or {}) if tells else None,
             "largest_growth": max((self._growths or {}).values(), default=0) if tells else None,
             "clock_ns": round(self._clock.cost_ns, 1),
@@ -156,6 +160,12 @@ class Replayed:
         if self._apart:
             found["replays_that_grew_otherwise"] = self._apart
         return found
+
+    def _slowest(self, own):
+        """The calls whose median is the highest: [line, nanoseconds], the slowest first."""
+        steady = [n for n, outcome in enumerate(self._outcome) if outcome == DONE and n not in (self._growths or {})]
+        ordered = sorted(zip(own, steady), reverse=True)[:SLOWEST] if len(own) == len(steady) else []
+        return [[self._trace.lines[n], round(ticks * self._clock.tick_ns)] for ticks, n in ordered]
 
 
 def medians(rounds):

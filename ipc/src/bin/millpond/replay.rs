@@ -123,7 +123,7 @@ fn as_json(file: &str, report: &Report) -> Value {
     json!({
         "file": file, "events": report.events, "failed": failed, "recorded_failures": report.recorded_failures,
         "peak_live": report.peak_live, "peak_reserved": report.peak_reserved, "ratio": report.ratio, "ns": ns,
-        "longest_growth_ns": report.growth_ns, "growths": report.growths, "chunks": report.chunks,
+        "slowest": report.slowest, "longest_growth_ns": report.growth_ns, "growths": report.growths, "chunks": report.chunks,
     })
 }
 

@@ -34,6 +34,10 @@ pub(crate) struct Args {
     /// deaths over most of the time, by how fast the workers turn out to be].
     #[arg(long)]
     kill_every_ops: Option<u64>,
+    /// A worker dies in so many milliseconds on average, by how fast the workers turn out to be; still at an operation that the seed
+    /// draws.
+    #[arg(long, conflicts_with = "kill_every_ops", value_parser = clap::value_parser!(u64).range(1..))]
+    kill_every_ms: Option<u64>,
     /// End after so many deaths; fewer in the time is a failure.
     #[arg(long, value_parser = clap::value_parser!(u64).range(1..))]
     kills: Option<u64>,
@@ -70,6 +74,7 @@ pub(crate) fn run(args: &Args) -> ExitCode {
         workers: args.workers,
         seconds: args.seconds.unwrap_or(if args.kills.is_some() { 100 } else { 10 }),
         kill_every_ops: args.kill_every_ops,
+        kill_every_ms: args.kill_every_ms,
         kills: args.kills,
         spares: args.spares.unwrap_or(if matches!(args.driver, Driver::Cuda) { args.workers } else { args.workers / 2 }),
         seed: args.seed,

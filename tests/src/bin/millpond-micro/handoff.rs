@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use millpond_ipc::wire::Role;
 use millpond_tests::sample::Sample;
-use serde_json::{json, Map};
+use serde_json::{json, Map, Value};
 
 use super::bench::{at, size, text, Bench, GIB, MIB, PATIENCE};
 use super::Figures;
@@ -97,6 +97,16 @@ pub(crate) fn first_use(bench: &Bench) -> Figures {
         for block in blocks {
             parent.heap.free(block).map_err(text)?;
         }
+        // The driver's part alone, in the same process.
+        let ask = json!({ "op": "map", "bytes": chunk, "count": count });
+        let answer = parent.ask(&worker.channel, &ask.to_string(), &[])?;
+        let took: Vec<u64> = answer["ns"].as_array().into_iter().flatten().filter_map(Value::as_u64).collect();
+        if took.is_empty() {
+            return Err(format!("the worker answered {answer}"));
+        }
+        let mut driver = Sample::default();
+        took.iter().for_each(|ns| driver.add(Duration::from_nanos(ns * GIB / chunk)));
+        figures.insert(format!("chunk_{}_driver_alone_ms_per_GiB", size(chunk)), driver.json(1e6));
     }
     Ok(figures.into())
 }

@@ -2,6 +2,8 @@
 
 use std::time::{Duration, Instant};
 
+use millpond_allocator::driver::Access;
+use millpond_allocator::window::{Chunk, Window};
 use millpond_ipc::client::{Channel, Message};
 use millpond_ipc::wire::Role;
 use millpond_tests::flags::Flags;
@@ -46,6 +48,7 @@ fn answer(party: &Party, channel: &Channel, message: &Message) -> Result<(), Str
             }
             json!({ "ns": took })
         }
+        Some("map") => json!({ "ns": map(party, number("bytes")?, number("count")?)? }),
         Some("seams") => {
             let tensor = message.tensors.first().ok_or("no tensor came")?;
             let addr = party.open(tensor)?;
@@ -59,6 +62,23 @@ fn answer(party: &Party, channel: &Channel, message: &Message) -> Result<(), Str
         other => return Err(format!("no operation {other:?}")),
     };
     party.send(channel, &answer.to_string(), &[])
+}
+
+/// Chunks that no other process made, imported, mapped and made accessible: the driver's part of a first use. Nanoseconds of each.
+fn map(party: &Party, bytes: u64, count: u64) -> Result<Vec<u64>, String> {
+    let window = Window::reserve(party.driver.clone(), bytes * count, Access::ReadWrite).map_err(text)?;
+    let mut took = Vec::new();
+    for epoch in 0..count {
+        let memory = party.driver.create(bytes).map_err(text)?;
+        let exported = party.driver.export(memory);
+        party.driver.release(memory).map_err(text)?;
+        let chunks = [(Chunk { offset: epoch * bytes, bytes, epoch }, exported.map_err(text)?)];
+        let start = Instant::now();
+        window.map(&chunks).map_err(text)?;
+        took.push(start.elapsed().as_nanos() as u64);
+    }
+    (0..count).try_for_each(|epoch| window.unmap(epoch).map(drop)).map_err(text)?;
+    Ok(took)
 }
 
 /// Takes memory, queues more work on it than could run soon, and sends it off at once: READY stands behind the work.
