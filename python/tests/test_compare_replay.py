@@ -394,9 +394,9 @@ def test_ours_replays_on_the_host(capsys, tmp_path):
     section = found["sections"]["replay"]
     assert section["failed"] == {} and section["rounds"] == 2 and list(section["traces"]) == ["exchanging_worker_1", "prefetch"]
     ours = section["traces"]["prefetch"]["ours"]
-    assert (ours["events"], ours["failed"], ours["replays"]) == (2705, 0, 3) and "reserved_before" not in ours
+    assert (ours["events"], ours["failed"], ours["replays"]) == (27005, 0, 3) and "reserved_before" not in ours
     assert ours["peak_live"] <= ours["peak_reserved"] and ours["growths"] > 0 and ours["largest_growth"] >= 1 << 20
-    assert ours["ns"]["n"] == 2 * 2705 and ours["ns"]["n"] - ours["ns_without_growth"]["n"] == 2 * ours["growths"]
+    assert ours["ns"]["n"] == 2 * 27005 and ours["ns"]["n"] - ours["ns_without_growth"]["n"] == 2 * ours["growths"]
     assert ours["ns_without_growth"]["p50"] > 0 and "| prefetch (92 MiB live) | ours |" in text
     assert "line 1: a column is missing" in found["notes"]["replay ours: torn"]
     assert "ours alone" in found["cannot"]["replay native"]

@@ -3,6 +3,7 @@ import os
 import statistics
 import subprocess
 import sys
+import threading
 import time
 
 from harness import DRIVER, SUITE, Parent, Skip, check, equal, test, timed, until, worker
@@ -233,6 +234,7 @@ def under_a_swapped_pool():
         conn.send({"t": small})
         del small
         equal(conn.recv(timeout=60)["sum"], float(number) * (1000 + number), f"value {number}")
+    exported_at_once(torch)
     use = millpond.pool.use()
     check(use["used"] >= 4 << 20, "torch draws from our pool", use)
     millpond.pool.patch_stats()
@@ -258,6 +260,32 @@ def under_a_swapped_pool():
     conn.send(None)
     p.close()
     return {**figures, "use": use}
+
+
+def exported_at_once(torch):
+    """The pool and its pointers, exported by eight threads while each frees what it exported: none of that reaches the driver together."""
+    from millpond import _native
+
+    tokens, failed = set(), []
+
+    def run(number):
+        try:
+            for turn in range(50):
+                tensor = torch.empty(4096 * (1 + number + turn % 5), dtype=torch.uint8, device="cuda")
+                os.close(_native.control("pool_fd", device=0)["fd"])
+                found = _native.control("foreign_export", device=0, address=tensor.data_ptr())
+                equal(found["kind"], "pool", "its tier")
+                tokens.add(found["token"])
+        except Exception as e:  # noqa: BLE001
+            failed.append(repr(e))
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    equal((failed, any(thread.is_alive() for thread in threads)), ([], False), "exports at once")
+    check(len(tokens) >= 8, "tokens of blocks that lived at the same time differ", len(tokens))
 
 
 @test()
