@@ -9,6 +9,7 @@ use std::sync::mpsc::Sender;
 use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
+use millpond_allocator::origin::Origin;
 use parking_lot::{Condvar, Mutex};
 use rustix::event::PollFlags;
 use rustix::net::{connect, shutdown, socket_with, AddressFamily, Shutdown, SocketAddrUnix, SocketFlags, SocketType};
@@ -42,6 +43,8 @@ pub(super) struct Link {
     notices: OnceLock<Sender<Notice>>,
     next: AtomicU64,
     dead: AtomicBool,
+    /// In a forked child the locks may be held by threads that are not there, and the answers are the parent's to read.
+    origin: Origin,
 }
 
 #[derive(Debug, Default)]
@@ -121,6 +124,7 @@ impl Link {
                     notices: OnceLock::new(),
                     next: AtomicU64::new(1),
                     dead: AtomicBool::new(false),
+                    origin: Origin::here(),
                 };
                 Ok((link, welcome, fds))
             }
@@ -146,6 +150,9 @@ impl Link {
     }
 
     fn send(&self, frame: &FromClient) -> Result<(), Error> {
+        if !self.origin.is_here() {
+            return Err(Error::Forked);
+        }
         if self.is_dead() {
             return Err(Error::OwnerDied);
         }
@@ -174,6 +181,9 @@ impl Link {
 
     /// Asks and waits for whatever the answer is.
     pub(super) fn ask(&self, call: Request, timeout: Duration) -> Result<(Answer, Vec<OwnedFd>), Error> {
+        if !self.origin.is_here() {
+            return Err(Error::Forked);
+        }
         let call_id = self.next.fetch_add(1, Ordering::Relaxed);
         let abandoned = Awaited::abandoned(&call);
         self.pending.lock().waiting.insert(call_id, Awaited::Yes);
@@ -211,8 +221,9 @@ impl Link {
             let left = deadline.saturating_duration_since(Instant::now());
             let read = reader.read_frame(self.socket.as_fd(), Some(left), true);
             match read.and_then(|frame| self.take(&frame, reader)).and_then(|()| self.take_all(reader)) {
-                Ok(()) => {}
-                Err(FrameError::Timeout) => return,
+                // An owner that never stops talking puts off nobody's deadline.
+                Ok(()) if Instant::now() < deadline => {}
+                Ok(()) | Err(FrameError::Timeout) => return,
                 Err(error) => return self.ended(&error),
             }
         }
@@ -236,17 +247,27 @@ impl Link {
 
     /// Reads until the owner is gone what nobody else does. The body of the reader's thread.
     pub(super) fn read(&self) {
-        while !self.is_dead() {
-            let ready = wait(self.socket.as_fd(), PollFlags::IN, None);
+        let mut ready = Ok(());
+        loop {
             let mut reader = self.reading.lock();
-            let read = ready.and_then(|()| {
-                while reader.fill(self.socket.as_fd())? {
-                    self.take_all(&mut reader)?;
-                }
-                Ok(())
-            });
-            if let Err(error) = read {
-                self.ended(&error);
+            // Behind a frame that means nothing, no other is what it says.
+            if self.is_dead() {
+                return;
+            }
+            if let Err(error) = ready.and_then(|()| self.take_what_came(&mut reader)) {
+                return self.ended(&error);
+            }
+            drop(reader);
+            ready = wait(self.socket.as_fd(), PollFlags::IN, None);
+        }
+    }
+
+    /// Takes what was read, be it behind the welcome, and what the socket has.
+    fn take_what_came(&self, reader: &mut FrameReader) -> Result<(), FrameError> {
+        loop {
+            self.take_all(reader)?;
+            if !reader.fill(self.socket.as_fd())? {
+                return Ok(());
             }
         }
     }
@@ -308,3 +329,7 @@ impl Link {
         let _ = shutdown(&self.socket, Shutdown::Both);
     }
 }
+
+#[cfg(test)]
+#[path = "link_tests.rs"]
+mod tests;
