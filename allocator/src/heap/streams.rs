@@ -254,7 +254,8 @@ impl Streams {
         self.states.len() > 2
             && self.captures == 0
             && self.states.get(stream as usize).is_some_and(|s| {
-                let frees = if s.asked > 0 { FREES_PER_EVENT.0 } else { FREES_PER_EVENT.1 };
+                // Where nobody can record the context, these are the only events that a stream leaves behind when it stays away.
+                let frees = if s.asked > 0 || !self.context_events { FREES_PER_EVENT.0 } else { FREES_PER_EVENT.1 };
                 s.wanted > s.recorded.max(self.context_done) || s.frees >= frees || s.bytes >= BYTES_PER_EVENT
             })
     }
@@ -412,3 +413,7 @@ impl Streams {
         taken
     }
 }
+
+#[cfg(test)]
+#[path = "streams_tests.rs"]
+mod tests;
