@@ -6,7 +6,7 @@ mod heap_lab;
 
 use std::sync::{Arc, Barrier};
 
-use heap_lab::{oom, Lab, Words, CHUNK, CONFIG, MIB};
+use heap_lab::{oom, until, Lab, Words, CHUNK, CONFIG, MIB};
 use millpond_allocator::driver::host::HostCall;
 use millpond_allocator::driver::{Capture, CuResult, Driver, Stream};
 use millpond_allocator::heap::PoolId;
@@ -37,6 +37,26 @@ fn a_capture_s_blocks_stay_in_its_pool() {
     let regions = lab.heap.regions();
     let view = regions.iter().flat_map(|region| &region.blocks).find(|view| view.addr == block).unwrap();
     assert_eq!((view.used, view.pool), (false, Some(POOL)));
+}
+
+/// A capture can ask nobody to record anything, so its beginning does, be an older event still in flight.
+#[test]
+fn what_was_freed_just_before_a_capture_is_found_in_it() {
+    let lab = Lab::new();
+    let (one, two) = (lab.stream(), lab.stream());
+    let left = lab.alloc(CHUNK, one);
+    let stall = lab.driver.stall(one);
+    // The device is busy, and an event in flight says so.
+    lab.alloc(CHUNK, two);
+    lab.free(left);
+    lab.freeze();
+    lab.heap.begin_pool(POOL);
+    lab.driver.begin_capture(two).unwrap();
+    oom(lab.heap.allocate(CHUNK, two));
+    stall.release();
+    until("its bytes", || lab.heap.allocate(CHUNK, two) == Ok(left));
+    lab.driver.end_capture(two).unwrap();
+    lab.heap.end_pool(POOL);
 }
 
 #[test]

@@ -70,10 +70,9 @@ impl Heap {
         // One thread captures once at a time, so an earlier capture of this one has failed.
         inner.pools.active.retain(|active| active.thread != here);
         self.count_captures(&mut inner);
-        // The last chance to see what the streams have finished with: nothing can be recorded while a capture is on.
-        if !inner.streams.context_pending() {
-            inner.streams.record_context();
-        }
+        // The last chance to see what the streams have finished with: nothing can be recorded while a capture is on. An event in
+        // flight says nothing of what was freed since.
+        inner.streams.record_context();
         inner.streams.poll();
         *inner.pools.uses.entry(pool).or_default() += 1;
         inner.pools.active.push(Active { thread: here, pool, streams: Vec::new() });
