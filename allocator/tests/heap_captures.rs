@@ -247,11 +247,13 @@ fn nothing_breaks_another_thread_s_capture() {
 fn a_capture_that_the_heap_was_not_told_of_is_left_alone() {
     let lab = Lab::new();
     let (one, two) = (lab.stream(), lab.stream());
+    lab.touch(MIB, two);
     lab.driver.begin_capture(one).unwrap();
     let blocks = [lab.alloc(MIB, one), lab.alloc(CHUNK, one), lab.alloc(2 * CHUNK, one)];
     blocks.iter().for_each(|block| lab.free(*block));
-    for _ in 0..200 {
-        lab.touch(MIB, one);
+    // Sizes that differ, and so many that any other stream would have been recorded for them alone.
+    for n in 0..2_500 {
+        lab.touch(512 << (n % 2), one);
     }
     lab.alloc(CHUNK, one);
     // What the heap does without that stream is blind, where it looks at the whole context.
