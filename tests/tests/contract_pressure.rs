@@ -3,8 +3,9 @@
 
 mod common;
 
-use common::{block, eventually, link, plainly, tree, Arena, MIB};
+use common::{block, eventually, link, plainly, tree, Arena, BOUND, MIB};
 use millpond_allocator::driver::Stream;
+use millpond_allocator::heap::HeapError;
 use millpond_ipc::client::{Error, Outgoing, Place, Way};
 use std::sync::Barrier;
 
@@ -60,6 +61,42 @@ fn sixty_four_clients_race_for_the_last_gib() {
     assert_eq!(arena.books(), (1 << 30, 0, 0));
     let error = clients[0].heap(Place::Host).unwrap().allocate(16 * MIB, Stream::LEGACY).unwrap_err();
     assert!(error.to_string().contains("reserved of its limit"), "{error}");
+}
+
+/// Threads of one process read each other's answers, and the owner asks them to give back while they wait for it.
+#[test]
+fn many_threads_of_two_clients_grow_while_the_owner_asks_for_it_back() {
+    let arena = Arena::with(256 * MIB, 16 * MIB);
+    let clients = [arena.client("a"), arena.client("b")];
+    let heaps = clients.each_ref().map(|client| client.heap(Place::Host).unwrap());
+    let start = std::time::Instant::now();
+    let got: u64 = std::thread::scope(|scope| {
+        let threads: Vec<_> = (0..16_u64)
+            .map(|n| {
+                let heap = &heaps[n as usize % 2];
+                scope.spawn(move || {
+                    let fits = |round: u64| match heap.allocate((8 + (n * 7 + round * 5) % 40) * MIB, Stream::LEGACY) {
+                        Ok(addr) => {
+                            heap.free(addr).unwrap();
+                            if round % 3 == 0 {
+                                heap.empty_cache();
+                            }
+                            true
+                        }
+                        // All of it is others' just now.
+                        Err(HeapError::OutOfMemory(_)) => false,
+                        Err(error) => panic!("{error}"),
+                    };
+                    (0..20).filter(|round| fits(*round)).count() as u64
+                })
+            })
+            .collect();
+        threads.into_iter().map(|thread| thread.join().unwrap()).sum()
+    });
+    assert!(got > 100, "{got} of 320");
+    assert!(start.elapsed() < BOUND, "somebody waited for nothing: {:?}", start.elapsed());
+    heaps.iter().for_each(|heap| _ = heap.empty_cache());
+    arena.settles_at(0);
 }
 
 #[test]
