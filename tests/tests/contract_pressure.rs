@@ -78,7 +78,7 @@ fn many_threads_of_two_clients_grow_while_the_owner_asks_for_it_back() {
                     let fits = |round: u64| match heap.allocate((8 + (n * 7 + round * 5) % 40) * MIB, Stream::LEGACY) {
                         Ok(addr) => {
                             heap.free(addr).unwrap();
-                            if round % 3 == 0 {
+                            if round.is_multiple_of(3) {
                                 heap.empty_cache();
                             }
                             true
