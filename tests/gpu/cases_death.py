@@ -418,7 +418,7 @@ def broken_context(conn):
     short[at].sum()
     conn.send(torch.zeros(4, device="cuda"))
     torch.cuda.synchronize()
-    for _ in range(3):
+    for _ in range(6):
         torch.cuda._sleep(LONG)
     short[at + (1 << 30)]  # an assertion on the device: from then on every call of this context fails
     t.fill_(9)
@@ -437,13 +437,14 @@ def dead_context_in_a_live_process():
     faulted; its memory is in quarantine until it ends; words still pass."""
     p = Parent(limit="8GiB")
     torch = p.torch
-    torch.zeros(64 * MIB, dtype=torch.uint8, device="cuda").sum(dtype=torch.int64)
+    stream = torch.cuda.Stream()  # before the GPU is busy: the first one makes torch's whole pool of them
+    with torch.cuda.stream(stream):
+        torch.zeros(64 * MIB, dtype=torch.uint8, device="cuda").sum(dtype=torch.int64)
     torch.cuda.synchronize()
     conn = p.worker(broken_context)
     pid = conn.process.pid
     conn.recv(timeout=60)
     ref = conn.recv(timeout=60, lazy=True)
-    stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         total = ref.value().sum(dtype=torch.int64)
     check(not stream.query(), "nothing was waited for")

@@ -99,6 +99,8 @@ def _measure(torch, step, warm, steps):
     torch.set_num_threads(CPUS)
     values = [step() for _ in range(warm)]
     torch.cuda.synchronize()
+    # Of processors one may be half as fast as the next: the thread that launches has the same one on both sides.
+    os.sched_setaffinity(0, available[-1:])
     print(json.dumps({"steps": steps}), flush=True)
     for line in sys.stdin:
         if line.strip() != "step":
