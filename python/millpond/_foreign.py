@@ -229,24 +229,24 @@ class Prover:
         return (), (best, "copy", f"a value by token: {reason}")
 
     def _ask(self):
-        from . import canary, pool
+        from . import _gpu_canary, pool
 
-        backend = canary.gpu_backend()
+        backend = _gpu_canary.gpu_backend()
         self.out = "asked"
         try:
-            if not isinstance(backend, canary._Backend):
+            if not isinstance(backend, _gpu_canary._Backend):
                 raise errors.Unsupported(backend or "torch is not loaded in this process")
             self._channel._transmit(["k", "gpu-x-pool"], pool.offer())
             with backend.aside():
                 self._channel._transmit(["k", "gpu-x"], backend.plain_probes())
-        except canary._ENDED:
+        except _gpu_canary._ENDED:
             raise
         except Exception as e:  # whatever torch or the driver says
             self._off(f"{type(e).__name__}: {e}")
 
     def receive(self, message):
         """A message of the proof, on the reading thread, with no lock held."""
-        from . import canary, pool
+        from . import _gpu_canary, pool
 
         step = message.header[1]
         if step == "gpu-x-ok":
@@ -256,7 +256,7 @@ class Prover:
         elif step == "gpu-x-pool":
             pool.take(self._channel._serial, message.decode())
         elif step == "gpu-x":
-            why = canary.fault_of(canary.gpu_backend(), message)
+            why = _gpu_canary.fault_of(_gpu_canary.gpu_backend(), message)
             self._channel._quietly(["k", "gpu-x-bad"], why) if why else self._channel._quietly(["k", "gpu-x-ok"])
 
     def _off(self, why):

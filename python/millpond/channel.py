@@ -9,7 +9,7 @@ import select
 import threading
 import time
 
-from . import _calls, _decode, _foreign, _native, _streams, _tree, canary, errors, tiers
+from . import _calls, _decode, _foreign, _gpu_canary, _native, _streams, _tree, errors, tiers
 
 Peer = collections.namedtuple("Peer", "client name pid")
 Sent = collections.namedtuple("Sent", "tensors copies copied_bytes")
@@ -39,7 +39,7 @@ class Channel(_calls.Calls):
         self._inbox = collections.deque()
         self._canaries = collections.deque()
         self._tiers = tiers.Tiers(self.peer.name)
-        self._gpu = canary.Prover(self)
+        self._gpu = _gpu_canary.Prover(self)
         self._foreign = _foreign.Prover(self)
         self._lazy = 0  # how many threads wait for a lazy value
         self._begin_calls()
@@ -187,7 +187,7 @@ class Channel(_calls.Calls):
         gpu = self._gpu
         kinds, why = ((), None) if prefer == "host" or full == "host" else self._foreign.kinds(full or prefer)
         by_choice = prefer == "host" or full == "host"
-        encoded = _tree.encode(value, header, root, readonly, canary.EVERY_GPU if by_choice else gpu.off, kinds, why, by_choice, True)
+        encoded = _tree.encode(value, header, root, readonly, _gpu_canary.EVERY_GPU if by_choice else gpu.off, kinds, why, by_choice, True)
         for best, to, reason, nbytes in encoded.falls:
             self._tiers.fell(best, to, gpu.reason if reason is None else reason, nbytes, to != "copy", _counter(to, reason))
         return encoded

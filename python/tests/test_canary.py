@@ -9,7 +9,7 @@ import pytest
 
 import millpond
 from conftest import HERE, native
-from millpond import _memory, _native, canary
+from millpond import _gpu_canary, _memory, _native, canary
 
 CORRUPT = os.path.join(HERE, "corrupt_worker.py")
 
@@ -69,11 +69,13 @@ def test_the_canary_costs_no_message_and_no_tier_of_the_users(arena):
 @native
 def test_it_cannot_be_switched_off():
     here = os.path.dirname(millpond.__file__)
-    for name in ("canary.py", "arena.py", "_session.py"):
+    for name in ("canary.py", "_gpu_canary.py", "arena.py", "_session.py"):
         with open(os.path.join(here, name), encoding="utf-8") as source:
             text = source.read()
         assert "CANARY" not in text and "probe=" not in text
-    assert "environ" not in open(canary.__file__, encoding="utf-8").read()
+    for module in (canary, _gpu_canary):
+        with open(module.__file__, encoding="utf-8") as source:
+            assert "environ" not in source.read()
 
 
 def test_every_probe_is_looked_at(fake, monkeypatch):

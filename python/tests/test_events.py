@@ -10,7 +10,7 @@ import pytest
 
 import millpond
 from conftest import eventually, native
-from millpond import _events, _native, _owner, _tree
+from millpond import _encoder, _events, _native, _owner
 from test_end_to_end import clients, started
 
 MIB = 1 << 20
@@ -140,7 +140,7 @@ def test_a_gpu_value_by_host_memory_is_counted_as_that_at_both_ends():
 
 
 def test_copies_of_gpu_values_are_marked(fake):
-    encoder = _tree._Encoder()
+    encoder = _encoder.Encoder()
     for address in (4096, 8192):
         encoder.range(-1, address, 64, ["t", "t", -1, 0, "uint8", [64], 0])
     encoder.place(_native.READ_ONLY)

@@ -10,7 +10,7 @@ import pytest
 
 import millpond
 from conftest import eventually
-from millpond import _fds, _foreign, _memory, _native, _ref, _streams, canary, errors, pool, tiers
+from millpond import _fds, _foreign, _gpu_canary, _memory, _native, _ref, _streams, errors, pool, tiers
 
 DATA = bytes(range(200)) + bytes(56)
 
@@ -39,7 +39,7 @@ class View:
         return ctypes.string_at(self.address, self.nbytes)
 
 
-class Backend(canary._Backend):
+class Backend(_gpu_canary._Backend):
     spoil = False
 
     def probes(self, device):
@@ -86,8 +86,8 @@ class Driver:
 def rig(monkeypatch, pair, fake):
     driver, backend = Driver(fake), Backend()
     monkeypatch.setattr(_native, "control", driver.control)
-    monkeypatch.setattr(canary, "gpu_backend", lambda: backend)
-    monkeypatch.setattr(canary.Prover, "_await_answer", lambda self: None)
+    monkeypatch.setattr(_gpu_canary, "gpu_backend", lambda: backend)
+    monkeypatch.setattr(_gpu_canary.Prover, "_await_answer", lambda self: None)
     monkeypatch.setattr(_streams, "gpus", lambda: 1)
     monkeypatch.setattr(_foreign, "_keeper", _foreign._Keeper())
     monkeypatch.setattr(_foreign._Keeper, "add", add_without_a_thread)

@@ -14,12 +14,12 @@ import pytest
 
 import millpond
 from conftest import HERE, native
-from millpond import _dtypes, _leaves, _memory, _ref, _streams, _tree, canary
+from millpond import _dtypes, _gpu_canary, _leaves, _memory, _ref, _streams, _tree
 
 WORKER = os.path.join(HERE, "worker_main.py")
 
 
-class Gpu(canary._Backend):
+class Gpu(_gpu_canary._Backend):
     """GPU probes over memory that only claims to be a GPU's."""
 
     spoil = None
@@ -40,8 +40,8 @@ class Gpu(canary._Backend):
 def gpu(monkeypatch, pair):
     """Two ends of a channel, GPU memory that is a stand-in, and a thread that reads at the far end."""
     backend = Gpu()
-    monkeypatch.setattr(canary, "gpu_backend", lambda: backend)
-    monkeypatch.setattr(canary.Prover, "_await_answer", lambda self: None)  # answers are read where a test says so
+    monkeypatch.setattr(_gpu_canary, "gpu_backend", lambda: backend)
+    monkeypatch.setattr(_gpu_canary.Prover, "_await_answer", lambda self: None)  # answers are read where a test says so
     monkeypatch.setattr(_streams, "gpus", lambda: 1)
     hosted = []
 
@@ -72,7 +72,7 @@ def answer(channel):
     channel._poll()
 
 
-_await_answer = canary.Prover._await_answer
+_await_answer = _gpu_canary.Prover._await_answer
 
 
 def test_what_is_kept_for_a_peer_that_never_answers_is_let_go_when_the_channel_ends(gpu):
@@ -92,7 +92,7 @@ def test_a_late_answer_loses_nothing(gpu, monkeypatch):
     for number in (1, 2):
         near.send(value(number))
     now = [0.0]
-    monkeypatch.setattr(canary, "time", types.SimpleNamespace(monotonic=lambda: now[0], sleep=lambda s: now.__setitem__(0, now[0] + s)))
+    monkeypatch.setattr(_gpu_canary, "time", types.SimpleNamespace(monotonic=lambda: now[0], sleep=lambda s: now.__setitem__(0, now[0] + s)))
     waiting = threading.Thread(target=_await_answer, args=(near._gpu,))
     waiting.start()
     until(lambda: now[0] > 3600, "an hour of the thread's own clock")
@@ -182,7 +182,7 @@ def test_a_call_over_a_corrupting_tier_is_answered_all_the_same(gpu):
 
 def test_a_side_without_torch_only_passes_values_on(gpu, monkeypatch):
     _, near, far, got, reader = gpu
-    monkeypatch.setattr(canary, "gpu_backend", lambda: None)
+    monkeypatch.setattr(_gpu_canary, "gpu_backend", lambda: None)
     reader.start()
     near.send(value())
     near.send(value())

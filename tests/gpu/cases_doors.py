@@ -6,10 +6,10 @@ from harness import GPU, Parent, Skip, check, equal, test, worker
 def echoer(conn, spoil=""):
     import torch
 
-    from millpond import canary
+    from millpond import _gpu_canary
 
     if spoil:
-        canary._Torch.check = lambda self, values: {"8x8 float32": "spoiled by the test"}
+        _gpu_canary._Torch.check = lambda self, values: {"8x8 float32": "spoiled by the test"}
     while True:
         value = conn.recv(timeout=60)
         if value is None:

@@ -1,26 +1,25 @@
 //! The control plane: one JSON request, one JSON answer.
 #![allow(unsafe_code)] // extern "C"
 
+mod request;
+mod session;
+
 use std::ffi::c_char;
 use std::path::{Path, PathBuf};
 use std::ptr::null_mut;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use millpond_allocator::driver::cuda::HandleKind;
-use millpond_ipc::client::{Channel, Client, Error, Located, OnOwnerDeath, Options, Place};
+use millpond_ipc::client::{Client, Error, Located};
 use millpond_ipc::control::Count;
 use millpond_ipc::observer::{ObserveError, Observer};
-use millpond_ipc::owner::{Config, DriverChoice, Inline, Limit, OwnerError};
-use millpond_ipc::wire::Role;
-use parking_lot::Mutex;
-use serde::Deserialize;
 use serde_json::{json, Value};
 
 use crate::error::{give, guard, take, ApiError, Result, FAILED};
-use crate::foreign::{self, Kind};
 use crate::tensor::place;
-use crate::{copies, recording, state, stats, tensor, torch};
+use crate::{copies, foreign, recording, state, stats, tensor, torch};
+use request::Op;
+use session::{attach, channel, serve_inline, status, stop_inline};
 
 /// The version of this interface. It changes when a function or a structure does.
 pub const ABI_VERSION: u32 = 2;
@@ -36,210 +35,6 @@ pub extern "C" fn millpond_abi_version() -> u32 {
 pub extern "C" fn millpond_version() -> *const c_char {
     const VERSION: &str = concat!(env!("CARGO_PKG_VERSION"), "\0");
     VERSION.as_ptr().cast()
-}
-
-#[derive(Debug, Clone, Copy, Default, Deserialize)]
-#[serde(rename_all = "snake_case")]
-enum OwnerDeath {
-    #[default]
-    Continue,
-    Exit,
-}
-
-#[derive(Debug, Deserialize)]
-struct Attach {
-    socket: String,
-    key: String,
-    #[serde(default)]
-    name: Option<String>,
-    #[serde(default)]
-    role: Option<Role>,
-    #[serde(default)]
-    limit: Option<u64>,
-    #[serde(default)]
-    on_owner_death: OwnerDeath,
-    #[serde(default)]
-    wait: Option<String>,
-    #[serde(default)]
-    python: Option<String>,
-    #[serde(default)]
-    torch: Option<String>,
-    #[serde(default)]
-    timeout_ms: Option<u64>,
-}
-
-#[derive(Debug, Deserialize)]
-struct Serve {
-    #[serde(default)]
-    driver: Option<String>,
-    /// Bytes, or a share like "80%".
-    #[serde(default)]
-    limit: Option<Value>,
-    #[serde(default)]
-    chunk_bytes: Option<u64>,
-    #[serde(default)]
-    handle_kind: Option<String>,
-}
-
-fn host() -> i32 {
-    -1
-}
-
-#[derive(Debug, Deserialize)]
-#[serde(tag = "op", rename_all = "snake_case")]
-enum Op {
-    Attach(Box<Attach>),
-    Detach,
-    Status,
-    Accept {
-        #[serde(default)]
-        timeout_ms: Option<u64>,
-    },
-    Connect {
-        #[serde(default)]
-        peer: Option<Value>,
-        #[serde(default)]
-        timeout_ms: Option<u64>,
-    },
-    Close {
-        channel: u64,
-    },
-    Policy {
-        channel: u64,
-        #[serde(default)]
-        kill_stopped_after_ms: Option<u64>,
-    },
-    Kill {
-        channel: u64,
-        waited_ms: u64,
-    },
-    ChannelFd {
-        channel: u64,
-    },
-    Ledger,
-    ReadLedger {
-        socket: String,
-        #[serde(default)]
-        key: Option<String>,
-    },
-    ServeInline(Serve),
-    StopInline,
-    Stats {
-        device: i32,
-    },
-    ResetPeakStats {
-        device: i32,
-    },
-    ResetAccumulatedStats {
-        device: i32,
-    },
-    Snapshot {
-        device: i32,
-    },
-    BeginScope {
-        device: i32,
-    },
-    EndScope {
-        device: i32,
-        scope: u64,
-    },
-    Trim {
-        #[serde(default = "host")]
-        device: i32,
-    },
-    AtHand {
-        device: i32,
-    },
-    SetFraction {
-        device: i32,
-        fraction: f64,
-    },
-    GetFraction {
-        device: i32,
-    },
-    ContextEvents {
-        device: i32,
-        allowed: bool,
-    },
-    Counters,
-    Listen,
-    NextEvent {
-        #[serde(default)]
-        timeout_ms: Option<u64>,
-    },
-    Locate {
-        address: u64,
-    },
-    CopyByHost {
-        device: i32,
-        to: u64,
-        from: u64,
-        bytes: u64,
-        stream: u64,
-    },
-    CopyOut(copies::Out),
-    CopiedOut {
-        number: u64,
-    },
-    CopyIn(Box<copies::In>),
-    ImportParted {
-        import: u64,
-    },
-    PoolSwap {
-        device: u32,
-    },
-    PoolFd {
-        device: u32,
-    },
-    PoolUse {
-        device: u32,
-    },
-    PoolImport {
-        device: u32,
-        peer: u64,
-        theirs: u32,
-        fd: i32,
-    },
-    ForeignExport {
-        device: u32,
-        address: u64,
-    },
-    ForeignOpen {
-        device: u32,
-        peer: u64,
-        kind: Kind,
-        token: String,
-        #[serde(default)]
-        theirs: u32,
-    },
-    ForeignClose {
-        device: u32,
-        peer: u64,
-        kind: Kind,
-        token: String,
-    },
-    DmaBuf {
-        device: u32,
-        address: u64,
-        bytes: u64,
-    },
-    Record(recording::Settings),
-    RecordStop {
-        #[serde(default)]
-        file: bool,
-    },
-    Recording {
-        device: i16,
-        #[serde(default)]
-        last: Option<u64>,
-    },
-    MergeTraces {
-        folder: PathBuf,
-        out: PathBuf,
-        #[serde(default)]
-        blocks: bool,
-    },
-    Doctor,
 }
 
 /// The control plane: one JSON request `{"op": ..., ...}`, one JSON answer, or null and the last error. May block up to the
@@ -330,7 +125,7 @@ fn run(op: Op) -> Result<Value> {
         Op::ReadLedger { socket, key } => read_ledger(&PathBuf::from(socket), key.as_deref().unwrap_or_default())?,
         Op::ServeInline(settings) => serve_inline(&settings)?,
         Op::StopInline => {
-            drop(INLINE.lock().take());
+            stop_inline();
             json!({})
         }
         Op::Stats { device } => with_heap(device, |heap| Value::Object(stats::flat(heap)), || json!({}))?,
@@ -415,54 +210,6 @@ fn wait(timeout_ms: Option<u64>) -> Duration {
     Duration::from_millis(timeout_ms.unwrap_or(30_000))
 }
 
-fn attach(op: Attach) -> Result<Value> {
-    let mut options = Options::new(PathBuf::from(op.socket), op.key, op.name.unwrap_or_else(|| format!("pid {}", std::process::id())));
-    options.role = op.role.unwrap_or(Role::Worker);
-    options.limit = op.limit;
-    options.on_owner_death = match op.on_owner_death {
-        OwnerDeath::Continue => OnOwnerDeath::Continue,
-        OwnerDeath::Exit => OnOwnerDeath::Exit,
-    };
-    options.host_waits = op.wait.as_deref() == Some("host");
-    options.python = op.python;
-    options.torch = op.torch;
-    if let Some(ms) = op.timeout_ms {
-        options.timeout = Duration::from_millis(ms);
-    }
-    Ok(described(&*state::attach(&options)?))
-}
-
-fn described(client: &Client) -> Value {
-    let welcome = client.welcome();
-    let devices: Vec<Value> = client
-        .grants()
-        .map(|grant| {
-            let host = grant.device.starts_with("HOST-");
-            let ordinal = grant.device.parse().ok().and_then(|id| client.ordinal(Place::Device(id)));
-            let ordinal = if host { Value::from(-1) } else { ordinal.map_or(Value::Null, Value::from) };
-            json!({"id": grant.device, "ordinal": ordinal, "host": host, "name": grant.name, "total": grant.total, "limit": grant.limit,
-                   "chunk_bytes": grant.chunk_bytes, "window": grant.window, "window_bytes": grant.window_bytes})
-        })
-        .collect();
-    json!({"client": welcome.client, "serial": welcome.serial, "token": welcome.token, "owner_pid": welcome.owner_pid, "devices": devices})
-}
-
-fn status() -> Value {
-    let Some(client) = state::if_attached() else { return json!({ "attached": false, "forked": state::is_forked() }) };
-    let mut status = described(&client);
-    if let Value::Object(map) = &mut status {
-        map.insert("attached".to_owned(), true.into());
-        map.insert("socket".to_owned(), client.socket().display().to_string().into());
-        map.insert("owner_alive".to_owned(), client.owner_alive().into());
-    }
-    status
-}
-
-fn channel(channel: Channel) -> Value {
-    let peer = channel.peer().clone();
-    json!({"channel": tensor::keep(channel), "peer": {"client": peer.client, "serial": peer.serial, "name": peer.name, "pid": peer.pid}})
-}
-
 /// Answers from a heap; from `idle` where the device has not been used yet.
 fn with_heap<T>(device: i32, f: impl FnOnce(&millpond_allocator::heap::Heap) -> T, idle: impl FnOnce() -> T) -> Result<T> {
     let client = state::client()?;
@@ -499,38 +246,6 @@ fn locate(client: &Client, address: u64) -> Value {
             json!({"kind": if own { "block" } else { "import" }, "window": window, "offset": offset, "device": device.id.to_string()})
         }
     }
-}
-
-/// The owner of this process's own, if it has one.
-static INLINE: Mutex<Option<Inline>> = Mutex::new(None);
-
-fn serve_inline(settings: &Serve) -> Result<Value> {
-    let mut inline = INLINE.lock();
-    if let Some(owner) = &*inline {
-        return Err(ApiError::AlreadyAttached(owner.socket().display().to_string()));
-    }
-    let config = Config {
-        driver: match settings.driver.as_deref() {
-            None | Some("auto") => DriverChoice::Auto,
-            Some("host") => DriverChoice::Host,
-            Some("cuda") => DriverChoice::Cuda,
-            Some(other) => return Err(ApiError::argument(format!("no driver {other:?}: expected auto, host or cuda"))),
-        },
-        limit: match &settings.limit {
-            None => Limit::Percent(100.0),
-            Some(Value::String(limit)) => limit.parse().map_err(ApiError::argument)?,
-            Some(limit) => Limit::Bytes(limit.as_u64().ok_or_else(|| ApiError::argument(format!("a limit of {limit}")))?),
-        },
-        chunk_bytes: settings.chunk_bytes,
-        handle_kind: settings.handle_kind.as_deref().map_or(Ok(HandleKind::default()), str::parse).map_err(ApiError::argument)?,
-        ..Config::default()
-    };
-    let refused = |error: OwnerError| match error {
-        OwnerError::HandleKind { .. } => ApiError::Client(Error::Unsupported(error.to_string())),
-        error => ApiError::argument(error.to_string()),
-    };
-    let owner = inline.insert(Inline::start(config).map_err(refused)?);
-    Ok(json!({ "socket": owner.socket().display().to_string(), "key": owner.key() }))
 }
 
 /// Adds to one of this process's counters in the ledger, which every reader of it sees: `sent.TIER`, `received.TIER`,

@@ -9,7 +9,9 @@ mod fault;
 mod import;
 mod lease;
 mod link;
+mod options;
 mod pinned;
+mod place;
 mod policy;
 mod receive;
 mod record;
@@ -22,7 +24,9 @@ pub use channel::Channel;
 pub use error::Error;
 pub use events::Event;
 pub use lease::HoldRef;
+pub use options::{OnOwnerDeath, Options};
 pub use pinned::Piece;
+pub use place::{default_stream, Located, Place};
 pub use receive::{Incoming, Message, ReceiveOptions};
 pub use record::recording_file;
 pub use send::{Outgoing, Way};
@@ -36,16 +40,15 @@ use std::sync::{Arc, OnceLock};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use millpond_allocator::driver::{Addr, DeviceId, DeviceInfo, Driver, Platform, Stream};
-use millpond_allocator::heap::Heap;
+use millpond_allocator::driver::Driver;
 use millpond_allocator::origin::Origin;
 use millpond_allocator::pins::Pins;
 use millpond_allocator::timeline::Slots;
 use parking_lot::Mutex;
 
-use crate::control::{Control, Count, LAYOUT, MAX_CLIENTS, TIMELINES_PER_CLIENT};
+use crate::control::{Control, Count, MAX_CLIENTS, TIMELINES_PER_CLIENT};
 use crate::ledger::Ledger;
-use crate::wire::{Answer, DeviceGrant, Hello, Peer, Request, Role, Welcome, PROTOCOL};
+use crate::wire::{Answer, Peer, Request, Welcome};
 use channel::Office;
 use device::{Device, Platforms, Shared, CALL_TIMEOUT};
 use import::Imports;
@@ -56,88 +59,6 @@ use wake::Wake;
 
 /// How long leaving waits for streams that still use what was let go of.
 const PARTING: Duration = Duration::from_millis(200);
-
-/// Where bytes are, as the caller names it.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Place {
-    /// The host device: CPU memory.
-    Host,
-    /// A GPU by its index among those that this process sees, as torch counts.
-    Ordinal(u32),
-    /// A device by its identity.
-    Device(DeviceId),
-}
-
-/// What a client does when its owner ends.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub enum OnOwnerDeath {
-    /// It goes on with the memory that it has.
-    #[default]
-    Continue,
-    /// It ends (SIGTERM to itself).
-    Exit,
-}
-
-/// How to attach.
-#[derive(Debug, Clone)]
-pub struct Options {
-    /// The owner's socket.
-    pub socket: PathBuf,
-    /// The owner's key.
-    pub key: String,
-    /// A name for people.
-    pub name: String,
-    /// What this process is.
-    pub role: Role,
-    /// A limit of its own in bytes, per device.
-    pub limit: Option<u64>,
-    /// What happens when the owner ends.
-    pub on_owner_death: OnOwnerDeath,
-    /// Wait for READY on the CPU, never on a stream: for a program with few hardware queues.
-    pub host_waits: bool,
-    /// Python's version, for the owner's log.
-    pub python: Option<String>,
-    /// torch's version, for the owner's log.
-    pub torch: Option<String>,
-    /// How long attaching may take.
-    pub timeout: Duration,
-}
-
-impl Options {
-    /// The usual, for a worker.
-    #[must_use]
-    pub fn new(socket: PathBuf, key: String, name: String) -> Self {
-        Self {
-            socket,
-            key,
-            name,
-            role: Role::Worker,
-            limit: None,
-            on_owner_death: OnOwnerDeath::default(),
-            host_waits: false,
-            python: None,
-            torch: None,
-            timeout: Duration::from_secs(10),
-        }
-    }
-
-    fn hello(&self) -> Hello {
-        Hello {
-            protocol: PROTOCOL,
-            layout: LAYOUT,
-            key: self.key.clone(),
-            name: self.name.clone(),
-            role: self.role,
-            pid: std::process::id(),
-            limit: self.limit,
-            library: env!("CARGO_PKG_VERSION").to_owned(),
-            python: self.python.clone(),
-            torch: self.torch.clone(),
-            capabilities: Vec::new(),
-            fds: 0,
-        }
-    }
-}
 
 /// Counts of what was done so far.
 #[derive(Debug, Default)]
@@ -312,93 +233,6 @@ impl Client {
         Ok(())
     }
 
-    /// The grants of the owner's devices.
-    pub fn grants(&self) -> impl Iterator<Item = &DeviceGrant> {
-        self.devices.iter().map(|device| &device.grant)
-    }
-
-    fn device_at(&self, index: u32) -> Result<&Device, Error> {
-        self.devices
-            .iter()
-            .find(|device| device.grant.index == index)
-            .ok_or_else(|| Error::Protocol(format!("the owner has no device {index} for this process")))
-    }
-
-    /// A device by the name that the caller has for it.
-    fn device(&self, place: Place) -> Result<&Device, Error> {
-        let found = match place {
-            Place::Host => self.devices.iter().find(|device| device.is_host()),
-            Place::Device(id) => self.devices.iter().find(|device| device.id == id),
-            Place::Ordinal(ordinal) => {
-                let by_ordinal = match self.by_ordinal.get() {
-                    Some(known) => known,
-                    None => {
-                        let seen = self.shared.platforms.cuda()?.devices()?;
-                        let places = seen.iter().map(|info| self.devices.iter().position(|device| device.id == info.id)).collect();
-                        self.by_ordinal.get_or_init(|| places)
-                    }
-                };
-                by_ordinal.get(ordinal as usize).copied().flatten().and_then(|at| self.devices.get(at))
-            }
-        };
-        found.ok_or_else(|| {
-            let served: Vec<&str> = self.devices.iter().map(|device| device.grant.device.as_str()).collect();
-            Error::Unsupported(format!("the arena does not serve {place:?}: its owner serves {}", served.join(", ")))
-        })
-    }
-
-    /// The heap of a device; opens the device at first use.
-    ///
-    /// # Errors
-    /// [`Error::Unsupported`] for a device that the owner does not serve, and what the driver says.
-    pub fn heap(&self, place: Place) -> Result<Arc<Heap>, Error> {
-        self.check_alive()?;
-        Ok(self.device(place)?.open()?.heap.clone())
-    }
-
-    /// The heap of a device if it is in use.
-    #[must_use]
-    pub fn heap_if_open(&self, place: Place) -> Option<Arc<Heap>> {
-        self.device(place).ok()?.if_open().map(|opened| opened.heap.clone())
-    }
-
-    /// Bytes of a device that are this process's for the asking and that the driver does not call free: given back a moment ago, or on
-    /// their way to the owner. 0 where the device is not in use.
-    #[must_use]
-    pub fn at_hand(&self, place: Place) -> u64 {
-        let Some(opened) = self.device(place).ok().and_then(Device::if_open) else { return 0 };
-        let row = self.shared.control.grant(self.shared.me, opened.index).and_then(|cell| cell.read()).unwrap_or_default();
-        let on_the_way = row.reserved.saturating_sub(row.adopted).saturating_sub(opened.heap.reserved_bytes());
-        row.spare.saturating_add(on_the_way)
-    }
-
-    /// The driver of a device; opens the device at first use.
-    ///
-    /// # Errors
-    /// As [`Client::heap`].
-    pub fn driver(&self, place: Place) -> Result<Arc<dyn Driver>, Error> {
-        self.check_alive()?;
-        Ok(self.device(place)?.open()?.driver.clone())
-    }
-
-    /// The ordinal of a device in this process: `None` for the host, and for a GPU before its driver is in use.
-    #[must_use]
-    pub fn ordinal(&self, place: Place) -> Option<u32> {
-        let device = self.device(place).ok()?;
-        device.if_open().filter(|opened| !opened.driver.is_host()).map(|opened| opened.driver.device().ordinal)
-    }
-
-    /// Which live heap block, import or neither an address belongs to.
-    #[must_use]
-    pub fn locate(&self, addr: Addr) -> Located {
-        for opened in self.devices.iter().filter_map(Device::if_open) {
-            if let Some((window, offset)) = opened.locate(addr) {
-                return Located::Window { window, own: window == opened.window, offset, device: opened.driver.device().clone() };
-            }
-        }
-        Located::Foreign
-    }
-
     /// The next worker's channel.
     ///
     /// # Errors
@@ -497,30 +331,6 @@ impl Drop for Client {
     }
 }
 
-/// What an address belongs to.
-#[derive(Debug, Clone)]
-pub enum Located {
-    /// A window of the arena.
-    Window {
-        /// The window.
-        window: u32,
-        /// This process's own.
-        own: bool,
-        /// Where in it.
-        offset: u64,
-        /// Its device.
-        device: DeviceInfo,
-    },
-    /// None of the arena's.
-    Foreign,
-}
-
 fn millis(timeout: Duration) -> u64 {
     u64::try_from(timeout.as_millis()).unwrap_or(u64::MAX)
-}
-
-/// For tests and tools: the default stream where a device is a GPU, none on the host.
-#[must_use]
-pub fn default_stream(info: &DeviceInfo) -> Option<Stream> {
-    info.id.host_number().is_none().then_some(Stream::LEGACY)
 }
