@@ -612,15 +612,15 @@ def handoff_round_trip():
     torch = p.torch
     conn = p.worker(bouncer)
     receive = lambda: conn.recv(timeout=60)
-    figures = {"message_without_tensor_us": summary(trips(conn.send, receive, None, 1000))}
-    # The sizes take turns: the machine's processors change their speed with time.
-    tensors = {f"ours_{n >> 20}MiB_us": torch.empty(n, dtype=torch.uint8, device="cuda") for n in (SIZES[:4] if quick else SIZES)}
-    times = {key: [] for key in tensors}
+    # The sizes, and a message without a tensor, take turns: the machine's processors change their speed with time.
+    values = {f"ours_{n >> 20}MiB_us": {"t": torch.empty(n, dtype=torch.uint8, device="cuda")} for n in (SIZES[:4] if quick else SIZES)}
+    values["message_without_tensor_us"] = None
+    times = {key: [] for key in values}
     for _ in range(10):
-        for key, t in tensors.items():
-            times[key] += trips(conn.send, receive, {"t": t}, 100, 20)
-    del tensors, t
-    figures.update((key, summary(found)) for key, found in times.items())
+        for key, value in values.items():
+            times[key] += trips(conn.send, receive, value, 100, 20)
+    del values, value
+    figures = {key: summary(found) for key, found in times.items()}
     p50 = {key: value["p50"] for key, value in figures.items() if key.startswith("ours")}
     figures["p50_1GiB_over_1MiB"] = round(p50[f"ours_{GIB >> 20}MiB_us"] / p50["ours_1MiB_us"], 3)
     figures["p50_largest_over_smallest"] = round(list(p50.values())[-1] / p50["ours_1MiB_us"], 3)

@@ -19,7 +19,7 @@ use super::is_legacy;
 /// of one that they have not, whose calls should seldom be the one that pays.
 const FREES_PER_EVENT: (u32, u32) = (64, 2048);
 /// Events for which a stream counts as asked of lately.
-const ASKED: u8 = 8;
+const ASKED: u8 = 4;
 /// The same in bytes.
 const BYTES_PER_EVENT: u64 = 1 << 30;
 /// Events of one stream in flight; after that the newest is recorded anew, which covers more.
