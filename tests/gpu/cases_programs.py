@@ -171,7 +171,7 @@ def generate(mode):
         with torch.no_grad():
             return model.generate(x, attention_mask=torch.ones_like(x), max_new_tokens=60, do_sample=False, pad_token_id=0).flatten().tolist()
 
-    return _measure(torch, step, 1, 8)
+    return _measure(torch, step, 1, 16)
 
 
 if __name__ == "__main__" and len(sys.argv) == 3:
