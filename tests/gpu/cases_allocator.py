@@ -6,7 +6,7 @@ import sys
 import tempfile
 import threading
 
-from harness import Parent, Skip, check, equal, raises, test, until
+from harness import Parent, Skip, at_once, check, equal, raises, test, until
 
 MIB, GIB = 1 << 20, 1 << 30
 #: Some tenths of a second of a spinning kernel at about 2 GHz.
@@ -331,25 +331,16 @@ def autograd_threads():
         expected.append([q.grad.clone() for q in model.parameters()])
     import copy
 
-    failures = []
-
     def run(i):
-        try:
-            with torch.cuda.stream(torch.cuda.Stream()):
-                m = copy.deepcopy(model).cuda()
-                for _ in range(20):
-                    m.zero_grad()
-                    m(inputs[i].cuda()).square().sum().backward()
-                torch.cuda.current_stream().synchronize()
-                if not all(torch.allclose(q.grad.cpu(), e) for q, e in zip(m.parameters(), expected[i])):
-                    failures.append(f"thread {i}: gradients differ")
-        except BaseException as e:
-            failures.append(f"thread {i}: {type(e).__name__}: {e}")
+        with torch.cuda.stream(torch.cuda.Stream()):
+            m = copy.deepcopy(model).cuda()
+            for _ in range(20):
+                m.zero_grad()
+                m(inputs[i].cuda()).square().sum().backward()
+            torch.cuda.current_stream().synchronize()
+            check(all(torch.allclose(q.grad.cpu(), e) for q, e in zip(m.parameters(), expected[i])), "gradients differ")
 
-    threads = [threading.Thread(target=run, args=(i,)) for i in range(6)]
-    [t.start() for t in threads]
-    [t.join() for t in threads]
-    equal(failures, [])
+    at_once(6, run)
 
 
 @test()
@@ -393,29 +384,19 @@ def threads_and_streams():
     """Eight threads on eight streams allocate, fill, check and free at random: no block is another's."""
     p = Parent(limit="16GiB")
     torch = p.torch
-    failures = []
-
     def run(i):
         import random
 
         rng, live = random.Random(i), []
-        try:
-            with torch.cuda.stream(torch.cuda.Stream()):
-                for turn in range(250):
-                    t = torch.full((rng.choice((1000, MIB, 9 * MIB)),), (i * 31 + turn) % 251, dtype=torch.uint8, device="cuda")
-                    live.append((t, (i * 31 + turn) % 251))
-                    if len(live) > 12:
-                        t, value = live.pop(rng.randrange(len(live)))
-                        if not bool((t == value).all()):
-                            failures.append(f"thread {i}, turn {turn}: a block has other bytes")
-                            return
-        except BaseException as e:
-            failures.append(f"thread {i}: {type(e).__name__}: {e}")
+        with torch.cuda.stream(torch.cuda.Stream()):
+            for turn in range(250):
+                t = torch.full((rng.choice((1000, MIB, 9 * MIB)),), (i * 31 + turn) % 251, dtype=torch.uint8, device="cuda")
+                live.append((t, (i * 31 + turn) % 251))
+                if len(live) > 12:
+                    t, value = live.pop(rng.randrange(len(live)))
+                    check(bool((t == value).all()), f"turn {turn}: a block has other bytes")
 
-    threads = [threading.Thread(target=run, args=(i,)) for i in range(8)]
-    [t.start() for t in threads]
-    [t.join() for t in threads]
-    equal(failures, [])
+    at_once(8, run)
 
 
 _GLOBALS = """

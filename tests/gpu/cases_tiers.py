@@ -3,10 +3,9 @@ import os
 import statistics
 import subprocess
 import sys
-import threading
 import time
 
-from harness import DRIVER, SUITE, Parent, Skip, check, equal, test, timed, until, worker
+from harness import DRIVER, SUITE, Parent, Skip, at_once, check, equal, test, timed, until, worker
 
 MIB, GIB = 1 << 20, 1 << 30
 
@@ -266,25 +265,17 @@ def exported_at_once(torch):
     """The pool and its pointers, exported by eight threads while each frees what it exported: none of that reaches the driver together."""
     from millpond import _native
 
-    tokens, failed = set(), []
+    tokens = set()
 
     def run(number):
-        try:
-            for turn in range(50):
-                tensor = torch.empty(4096 * (1 + number + turn % 5), dtype=torch.uint8, device="cuda")
-                os.close(_native.control("pool_fd", device=0)["fd"])
-                found = _native.control("foreign_export", device=0, address=tensor.data_ptr())
-                equal(found["kind"], "pool", "its tier")
-                tokens.add(found["token"])
-        except Exception as e:  # noqa: BLE001
-            failed.append(repr(e))
+        for turn in range(50):
+            tensor = torch.empty(4096 * (1 + number + turn % 5), dtype=torch.uint8, device="cuda")
+            os.close(_native.control("pool_fd", device=0)["fd"])
+            found = _native.control("foreign_export", device=0, address=tensor.data_ptr())
+            equal(found["kind"], "pool", "its tier")
+            tokens.add(found["token"])
 
-    threads = [threading.Thread(target=run, args=(number,)) for number in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    equal((failed, any(thread.is_alive() for thread in threads)), ([], False), "exports at once")
+    at_once(8, run)
     check(len(tokens) >= 8, "tokens of blocks that lived at the same time differ", len(tokens))
 
 

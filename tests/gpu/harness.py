@@ -79,6 +79,25 @@ def timed(torch, function):
     return time.perf_counter() - start
 
 
+def at_once(count, run, seconds=60):
+    """`run(0)` to `run(count - 1)`, each on a thread of its own: all end, and none raises."""
+    failed = []
+
+    def guarded(number):
+        try:
+            run(number)
+        except BaseException as e:
+            failed.append(f"thread {number}: {type(e).__name__}: {e}")
+
+    threads = [threading.Thread(target=guarded, args=(number,), daemon=True) for number in range(count)]
+    for thread in threads:
+        thread.start()
+    end = time.monotonic() + seconds
+    for thread in threads:
+        thread.join(max(0, end - time.monotonic()))
+    equal((failed, [n for n, thread in enumerate(threads) if thread.is_alive()]), ([], []), "threads that failed, threads that hang")
+
+
 class Parent:
     """This process as a parent, with its arena. `replace`: torch's allocator is ours here too."""
 

@@ -12,7 +12,7 @@ import tarfile
 import tempfile
 
 EVENTS = "200000"
-#: Of the exchanging workers: some six calls each, and p99.9 needs thousands.
+#: Of prefetch and of the exchanging workers: some eighteen and six calls each, and p99.9 needs thousands.
 TURNS = 1500
 _arena = None
 

@@ -29,12 +29,10 @@ impl Heap {
             return Ok(addr);
         }
         if !request.capturing && self.has_others() {
-            let seen = self.glance(false);
-            request.looked = seen.is_some();
-            if seen == Some(true) {
-                if let Some(addr) = self.search(request) {
-                    return Ok(addr);
-                }
+            let found = self.glance(false);
+            request.looked = found.is_some();
+            if let Some(addr) = found.filter(|anything| *anything).and_then(|_| self.search(request)) {
+                return Ok(addr);
             }
         }
         if let Ok(addr) = self.search_or_grow(request) {

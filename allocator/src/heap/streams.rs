@@ -15,13 +15,14 @@ use crate::tlsf::Handle;
 use super::block::touched;
 use super::is_legacy;
 
-/// Frees after which an event is worth its microsecond even if nobody has asked: of a stream that others have asked of lately, and
-/// of one that they have not, whose calls should seldom be the one that pays.
-const FREES_PER_EVENT: (u32, u32) = (64, 2048);
+/// Frees after which an event of a stream that others have asked of lately is worth its microsecond.
+const FREES_PER_EVENT: u32 = 64;
+/// The same of a stream that nobody has asked of: its calls should seldom be the one that pays.
+const FREES_UNASKED: u32 = 2048;
+/// The same of any, in bytes.
+const BYTES_PER_EVENT: u64 = 1 << 30;
 /// Events for which a stream counts as asked of lately.
 const ASKED: u8 = 4;
-/// The same in bytes.
-const BYTES_PER_EVENT: u64 = 1 << 30;
 /// Events of one stream in flight; after that the newest is recorded anew, which covers more.
 const EVENTS_IN_FLIGHT: usize = 16;
 
@@ -255,7 +256,7 @@ impl Streams {
             && self.captures == 0
             && self.states.get(stream as usize).is_some_and(|s| {
                 // Where nobody can record the context, these are the only events that a stream leaves behind when it stays away.
-                let frees = if s.asked > 0 || !self.context_events { FREES_PER_EVENT.0 } else { FREES_PER_EVENT.1 };
+                let frees = if s.asked > 0 || !self.context_events { FREES_PER_EVENT } else { FREES_UNASKED };
                 s.wanted > s.recorded.max(self.context_done) || s.frees >= frees || s.bytes >= BYTES_PER_EVENT
             })
     }

@@ -54,7 +54,7 @@ impl Lab {
 #[test]
 fn a_stream_that_nobody_asks_of_is_recorded_seldom() {
     let mut lab = Lab::new();
-    assert_eq!([lab.until_due(), lab.until_due()], [FREES_PER_EVENT.1; 2]);
+    assert_eq!([lab.until_due(), lab.until_due()], [FREES_UNASKED; 2]);
     lab.streams.freed(ONE, BYTES_PER_EVENT);
     assert!(lab.streams.due(ONE), "of many bytes at once");
 }
@@ -65,11 +65,11 @@ fn one_that_others_ask_of_is_recorded_at_once_and_often_for_a_while() {
     lab.miss();
     assert_eq!(lab.until_due(), 0);
     for event in 1..ASKED {
-        assert_eq!(lab.until_due(), FREES_PER_EVENT.0, "event {event}");
+        assert_eq!(lab.until_due(), FREES_PER_EVENT, "event {event}");
     }
-    assert_eq!(lab.until_due(), FREES_PER_EVENT.1, "nobody has asked for long");
+    assert_eq!(lab.until_due(), FREES_UNASKED, "nobody has asked for long");
     lab.miss();
-    assert_eq!([lab.until_due(), lab.until_due()], [0, FREES_PER_EVENT.0], "somebody asks again");
+    assert_eq!([lab.until_due(), lab.until_due()], [0, FREES_PER_EVENT], "somebody asks again");
 }
 
 #[test]
@@ -107,9 +107,9 @@ fn a_stream_that_has_freed_nothing_since_is_not_asked() {
 fn without_events_of_the_context_each_stream_is_recorded_often() {
     let mut lab = Lab::new();
     lab.streams.set_context_events(false);
-    assert_eq!([lab.until_due(), lab.until_due()], [FREES_PER_EVENT.0; 2]);
+    assert_eq!([lab.until_due(), lab.until_due()], [FREES_PER_EVENT; 2]);
     lab.streams.set_context_events(true);
-    assert_eq!(lab.until_due(), FREES_PER_EVENT.1);
+    assert_eq!(lab.until_due(), FREES_UNASKED);
 }
 
 #[test]
@@ -119,5 +119,5 @@ fn nothing_is_due_in_a_capture_and_what_was_asked_for_is_after_it() {
     lab.miss();
     assert!(!lab.streams.due(ONE));
     lab.streams.set_captures(0);
-    assert_eq!([lab.until_due(), lab.until_due()], [0, FREES_PER_EVENT.0]);
+    assert_eq!([lab.until_due(), lab.until_due()], [0, FREES_PER_EVENT]);
 }

@@ -39,7 +39,7 @@ pub(super) struct Link {
     answered: Condvar,
     /// Held while somebody reads. Whoever lets go of it has left no whole frame in it: no poll would tell of that.
     reading: Mutex<FrameReader>,
-    /// Where the tender hears what the owner asks.
+    /// Where the tender hears what the owner asks, and what else there is for it.
     notices: OnceLock<Sender<Notice>>,
     next: AtomicU64,
     dead: AtomicBool,
@@ -307,10 +307,14 @@ impl Link {
         Ok(())
     }
 
-    fn notice(&self, notice: Notice) {
-        if let Some(notices) = self.notices.get() {
-            let _ = notices.send(notice);
-        }
+    /// Where the tender hears of things; `None` before there is one.
+    pub(super) fn notices(&self) -> Option<&Sender<Notice>> {
+        self.notices.get()
+    }
+
+    /// Tells the tender. Never blocks.
+    pub(super) fn notice(&self, notice: Notice) {
+        let _ = self.notices().map(|notices| notices.send(notice));
     }
 
     /// The owner is gone, or says what it cannot mean.

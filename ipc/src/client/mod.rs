@@ -35,7 +35,6 @@ use std::collections::HashMap;
 use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::mpsc::Sender;
 use std::sync::{Arc, OnceLock};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -97,7 +96,6 @@ pub struct Client {
     host_waits: bool,
     /// What has been done so far.
     pub counters: Counters,
-    notices: Mutex<Option<Sender<Notice>>>,
     nudged: AtomicBool,
     threads: Mutex<Vec<JoinHandle<()>>>,
     /// The process that attached; in a forked child nothing works.
@@ -150,7 +148,6 @@ impl Client {
             departures: Departures::default(),
             host_waits: options.host_waits,
             counters: Counters::default(),
-            notices: Mutex::default(),
             nudged: AtomicBool::new(false),
             threads: Mutex::default(),
             pid: std::process::id(),
@@ -183,9 +180,7 @@ impl Client {
         self.shared.left.store(true, Ordering::Release);
         *self.wake.lock() = None;
         self.shared.events.close();
-        if let Some(notices) = self.notices.lock().take() {
-            let _ = notices.send(Notice::Stop);
-        }
+        self.shared.link.notice(Notice::Stop);
         self.shared.link.close();
         let here = std::thread::current().id();
         for thread in self.threads.lock().drain(..).filter(|thread| thread.thread().id() != here) {
@@ -325,8 +320,8 @@ impl Drop for Client {
     fn drop(&mut self) {
         if !self.is_forked() {
             // The threads' own ends: the reader's socket, the tender's queue.
+            self.shared.link.notice(Notice::Stop);
             self.shared.link.close();
-            drop(self.notices.get_mut().take());
         }
     }
 }

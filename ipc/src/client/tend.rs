@@ -25,7 +25,6 @@ const PARTING: Duration = Duration::from_millis(1);
 
 pub(super) fn start(client: &Arc<Client>, on_owner_death: OnOwnerDeath) -> Result<(), Error> {
     let (sender, notices) = channel();
-    *client.notices.lock() = Some(sender.clone());
     let link = client.shared.link.clone();
     link.notify(sender);
     let spawn = |name: &str, body: Box<dyn FnOnce() + Send>| {
@@ -75,9 +74,7 @@ impl Client {
     /// a thread takes longer than all else of a release.
     pub(super) fn nudge(&self) {
         if !self.nudged.swap(true, Ordering::AcqRel) {
-            if let Some(notices) = self.notices.try_lock() {
-                let _ = notices.as_ref().map(|notices| notices.send(Notice::Soon));
-            }
+            self.shared.link.notice(Notice::Soon);
         }
     }
 

@@ -53,7 +53,7 @@ impl Client {
             Some(Wake::Doubt(at, pause)) if *at <= Instant::now() => {
                 if Link::nobody_at(&self.socket) {
                     let others = self.others();
-                    let watcher = self.notices.lock().clone().and_then(|notices| Watcher::start(&others, notices));
+                    let watcher = self.shared.link.notices().and_then(|notices| Watcher::start(&others, notices.clone()));
                     *wake = Some(Wake::Alone { others, _watcher: watcher });
                 } else {
                     (*at, *pause) = (Instant::now() + *pause, (*pause * 2).min(LONGEST_DOUBT));

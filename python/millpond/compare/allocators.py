@@ -114,9 +114,7 @@ class Torch(Counted):
 class Bump(Torch):
     """The floor: what a call costs under torch whose allocator does next to nothing. Nothing comes back, nothing grows."""
 
-    def __init__(self, mode, work):
-        super().__init__(mode, work)
-        self.room = 0
+    room = 0
 
     def fresh(self, peak_live):
         return 0

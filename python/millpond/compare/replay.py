@@ -106,7 +106,7 @@ class Replayed:
         if not finding:
             self._all.extend(took)
             if self._allocator.tells_growth:
-                steady = [t for n, t in enumerate(self._ticks) if self._outcome[n] == DONE and n not in self._growths]
+                steady = [self._ticks[n] for n in self._steady_calls()]
                 self._steady.extend(steady)
                 self._rounds.append(steady)
         self._note_failures()
@@ -161,9 +161,13 @@ class Replayed:
             found["replays_that_grew_otherwise"] = self._apart
         return found
 
+    def _steady_calls(self):
+        """The places of the calls that did what they should and are not known to grow."""
+        return [n for n, outcome in enumerate(self._outcome) if outcome == DONE and n not in (self._growths or {})]
+
     def _slowest(self, own):
         """The calls whose median is the highest: [line, nanoseconds], the slowest first."""
-        steady = [n for n, outcome in enumerate(self._outcome) if outcome == DONE and n not in (self._growths or {})]
+        steady = self._steady_calls()
         ordered = sorted(zip(own, steady), reverse=True)[:SLOWEST] if len(own) == len(steady) else []
         return [[self._trace.lines[n], round(ticks * self._clock.tick_ns)] for ticks, n in ordered]
 

@@ -90,8 +90,7 @@ pub(crate) fn first_use(bench: &Bench) -> Figures {
         let mut sample = Sample::default();
         for block in &blocks {
             let answer = parent.ask(&worker.channel, r#"{"op":"open"}"#, &[parent.outgoing(*block, chunk)])?;
-            let ns = answer["ns"][0].as_u64().ok_or_else(|| format!("the worker answered {answer}"))?;
-            sample.add(Duration::from_nanos(ns * GIB / chunk));
+            per_gib(&answer, chunk, &mut sample)?;
         }
         figures.insert(format!("chunk_{}_ms_per_GiB", size(chunk)), sample.json(1e6));
         for block in blocks {
@@ -100,15 +99,21 @@ pub(crate) fn first_use(bench: &Bench) -> Figures {
         // The driver's part alone, in the same process.
         let ask = json!({ "op": "map", "bytes": chunk, "count": count });
         let answer = parent.ask(&worker.channel, &ask.to_string(), &[])?;
-        let took: Vec<u64> = answer["ns"].as_array().into_iter().flatten().filter_map(Value::as_u64).collect();
-        if took.is_empty() {
-            return Err(format!("the worker answered {answer}"));
-        }
         let mut driver = Sample::default();
-        took.iter().for_each(|ns| driver.add(Duration::from_nanos(ns * GIB / chunk)));
+        per_gib(&answer, chunk, &mut driver)?;
         figures.insert(format!("chunk_{}_driver_alone_ms_per_GiB", size(chunk)), driver.json(1e6));
     }
     Ok(figures.into())
+}
+
+/// Takes the nanoseconds of an answer, each for a chunk of so many bytes, as those of a GiB.
+fn per_gib(answer: &Value, chunk: u64, sample: &mut Sample) -> Result<(), String> {
+    let took: Vec<u64> = answer["ns"].as_array().into_iter().flatten().filter_map(Value::as_u64).collect();
+    took.iter().for_each(|ns| sample.add(Duration::from_nanos(ns * GIB / chunk)));
+    if took.is_empty() {
+        return Err(format!("the worker answered {answer}"));
+    }
+    Ok(())
 }
 
 fn round(x: f64) -> f64 {
