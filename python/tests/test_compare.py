@@ -110,16 +110,21 @@ def test_time_that_is_up_ends_it_with_whole_rounds(unpinned):
     assert 0 < found.rounds < 10**9 and {row["ours"]["ns"]["n"] for row in rows.values()} == {found.rounds}
 
 
-def test_every_thread_of_a_process_and_its_children_is_put_on_one_cpu():
+def test_every_thread_of_a_process_and_its_children_is_put_on_one_cpu_and_an_owner_elsewhere(tmp_path):
+    (tmp_path / "serve").write_text("import time; time.sleep(60)")
     code = "import subprocess, sys, threading, time; threading.Thread(target=time.sleep, args=(60,)).start(); "
-    code += "subprocess.run([sys.executable, '-c', 'import time; time.sleep(60)'])"
-    process = subprocess.Popen([sys.executable, "-c", code])
+    code += "subprocess.Popen([sys.executable, 'serve']); subprocess.run([sys.executable, '-c', 'import time; time.sleep(60)'])"
+    process = subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path)
     try:
-        eventually(lambda: len(conductor.tree(process.pid)) == 2 and len(os.listdir(f"/proc/{process.pid}/task")) == 2)
-        cpu = max(os.sched_getaffinity(0))
-        conductor.pin(process.pid, {cpu})
-        threads = [int(t) for pid in conductor.tree(process.pid) for t in os.listdir(f"/proc/{pid}/task")]
-        assert len(threads) == 3 and all(os.sched_getaffinity(t) == {cpu} for t in threads)
+        eventually(lambda: len(conductor.tree(process.pid)) == 3 and len(os.listdir(f"/proc/{process.pid}/task")) == 2)
+        eventually(lambda: sum(map(conductor.is_owner, conductor.tree(process.pid))) == 1)
+        cpus = os.sched_getaffinity(0)
+        cpu = max(cpus)
+        conductor.pin(process.pid, cpu)
+        found = {pid: [os.sched_getaffinity(int(t)) for t in os.listdir(f"/proc/{pid}/task")] for pid in conductor.tree(process.pid)}
+        owner = next(filter(conductor.is_owner, found))
+        assert found.pop(owner) == [cpus - conductor.siblings(cpu) or {cpu}]
+        assert sorted(map(len, found.values())) == [1, 2] and all(each == {cpu} for threads in found.values() for each in threads)
     finally:
         for pid in conductor.tree(process.pid):
             os.kill(pid, 9)

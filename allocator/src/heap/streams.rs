@@ -15,14 +15,11 @@ use crate::tlsf::Handle;
 use super::block::touched;
 use super::is_legacy;
 
-/// Frees after which an event of a stream that others have asked of lately is worth its microsecond.
-const FREES_PER_EVENT: u32 = 64;
-/// The same of a stream that nobody has asked of: its calls should seldom be the one that pays.
-const FREES_UNASKED: u32 = 2048;
-/// The same of any, in bytes.
-const BYTES_PER_EVENT: u64 = 1 << 30;
-/// Events for which a stream counts as asked of lately.
-const ASKED: u8 = 4;
+/// How much a stream frees before an event of it is worth its microsecond or two, though nobody asks: of a thousand calls none should
+/// pay for it. Whoever misses a block asks, and finds by its next miss what was free at this one.
+const SELDOM: Freed = Freed { blocks: 2048, bytes: 32 << 30 };
+/// The same where nobody can record the context: these are then the only events that a stream leaves behind when it stays away.
+const OFTEN: Freed = Freed { blocks: 64, bytes: 1 << 30 };
 /// Events of one stream in flight; after that the newest is recorded anew, which covers more.
 const EVENTS_IN_FLIGHT: usize = 16;
 
@@ -35,21 +32,25 @@ const PLENTY: usize = 64;
 pub(super) const LIMBO: u32 = 0;
 const LIMBO_ID: StreamId = StreamId(u64::MAX);
 
+/// What a stream has freed since it was last recorded.
+#[derive(Debug, Clone, Copy, Default)]
+struct Freed {
+    blocks: u32,
+    bytes: u64,
+}
+
 #[derive(Debug)]
 struct State {
     id: StreamId,
     /// Where it allocates outside captures.
     home: u32,
-    frees: u32,
-    bytes: u64,
+    freed: Freed,
     /// The largest mark that its own events have come past.
     done: u64,
     /// The mark of its newest event.
     recorded: u64,
     /// The largest mark that somebody waits for it to come past.
     wanted: u64,
-    /// Events that it will yet record before it counts as not asked of.
-    asked: u8,
     /// It was seen since the last look at who may be forgotten.
     recent: bool,
     /// Blocks that it was recorded on and that have not come past it.
@@ -64,12 +65,10 @@ impl State {
         Self {
             id,
             home,
-            frees: 0,
-            bytes: 0,
+            freed: Freed::default(),
             done: 0,
             recorded: 0,
             wanted: 0,
-            asked: 0,
             recent: true,
             uses: 0,
             events: VecDeque::new(),
@@ -227,8 +226,8 @@ impl Streams {
     #[inline]
     pub(super) fn freed(&mut self, stream: u32, bytes: u64) {
         if let Some(state) = self.states.get_mut(stream as usize) {
-            state.frees += 1;
-            state.bytes += bytes;
+            state.freed.blocks += 1;
+            state.freed.bytes += bytes;
             if stream == LIMBO {
                 state.wanted = self.clock;
             }
@@ -244,8 +243,8 @@ impl Streams {
 
     /// Asks that every stream but one that has freed something be recorded at its next chance.
     pub(super) fn want_others(&mut self, but: u32) {
-        for (_, state) in (0..).zip(self.states.iter_mut()).filter(|(i, state)| *i != but && state.frees > 0) {
-            (state.wanted, state.asked) = (self.clock, ASKED);
+        for (_, state) in (0..).zip(self.states.iter_mut()).filter(|(i, state)| *i != but && state.freed.blocks > 0) {
+            state.wanted = self.clock;
         }
     }
 
@@ -255,9 +254,8 @@ impl Streams {
         self.states.len() > 2
             && self.captures == 0
             && self.states.get(stream as usize).is_some_and(|s| {
-                // Where nobody can record the context, these are the only events that a stream leaves behind when it stays away.
-                let frees = if s.asked > 0 || !self.context_events { FREES_PER_EVENT } else { FREES_UNASKED };
-                s.wanted > s.recorded.max(self.context_done) || s.frees >= frees || s.bytes >= BYTES_PER_EVENT
+                let unasked = if self.context_events { SELDOM } else { OFTEN };
+                s.wanted > s.recorded.max(self.context_done) || s.freed.blocks >= unasked.blocks || s.freed.bytes >= unasked.bytes
             })
     }
 
@@ -278,7 +276,7 @@ impl Streams {
             return Err(error);
         }
         state.events.push_back((self.clock, event));
-        (state.frees, state.bytes, state.recorded, state.asked) = (0, 0, self.clock, state.asked.saturating_sub(1));
+        (state.freed, state.recorded) = (Freed::default(), self.clock);
         self.clock += 1;
         Ok(())
     }

@@ -54,22 +54,18 @@ impl Lab {
 #[test]
 fn a_stream_that_nobody_asks_of_is_recorded_seldom() {
     let mut lab = Lab::new();
-    assert_eq!([lab.until_due(), lab.until_due()], [FREES_UNASKED; 2]);
-    lab.streams.freed(ONE, BYTES_PER_EVENT);
+    assert_eq!([lab.until_due(), lab.until_due()], [SELDOM.blocks; 2]);
+    lab.streams.freed(ONE, SELDOM.bytes);
     assert!(lab.streams.due(ONE), "of many bytes at once");
 }
 
 #[test]
-fn one_that_others_ask_of_is_recorded_at_once_and_often_for_a_while() {
+fn one_that_somebody_asks_of_is_recorded_once_and_at_once() {
     let mut lab = Lab::new();
-    lab.miss();
-    assert_eq!(lab.until_due(), 0);
-    for event in 1..ASKED {
-        assert_eq!(lab.until_due(), FREES_PER_EVENT, "event {event}");
+    for _ in 0..3 {
+        lab.miss();
+        assert_eq!([lab.until_due(), lab.until_due()], [0, SELDOM.blocks]);
     }
-    assert_eq!(lab.until_due(), FREES_UNASKED, "nobody has asked for long");
-    lab.miss();
-    assert_eq!([lab.until_due(), lab.until_due()], [0, FREES_PER_EVENT], "somebody asks again");
 }
 
 #[test]
@@ -107,9 +103,11 @@ fn a_stream_that_has_freed_nothing_since_is_not_asked() {
 fn without_events_of_the_context_each_stream_is_recorded_often() {
     let mut lab = Lab::new();
     lab.streams.set_context_events(false);
-    assert_eq!([lab.until_due(), lab.until_due()], [FREES_PER_EVENT; 2]);
+    assert_eq!([lab.until_due(), lab.until_due()], [OFTEN.blocks; 2]);
+    lab.streams.freed(ONE, OFTEN.bytes);
+    assert_eq!(lab.until_due(), 0);
     lab.streams.set_context_events(true);
-    assert_eq!(lab.until_due(), FREES_UNASKED);
+    assert_eq!(lab.until_due(), SELDOM.blocks);
 }
 
 #[test]
@@ -119,5 +117,5 @@ fn nothing_is_due_in_a_capture_and_what_was_asked_for_is_after_it() {
     lab.miss();
     assert!(!lab.streams.due(ONE));
     lab.streams.set_captures(0);
-    assert_eq!([lab.until_due(), lab.until_due()], [0, FREES_PER_EVENT]);
+    assert_eq!([lab.until_due(), lab.until_due()], [0, SELDOM.blocks]);
 }

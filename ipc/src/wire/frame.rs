@@ -25,6 +25,8 @@ const EAGER_MOST: Duration = Duration::from_micros(150);
 const SLOW: Duration = Duration::from_millis(1);
 /// What an eager reader spends where frames have not been coming fast.
 const EAGER_LEAST: Duration = Duration::from_micros(20);
+/// Pauses between two looks: half a microsecond at most.
+const PAUSES: u32 = 10;
 
 /// Why a frame could not be sent or read.
 #[derive(Debug, thiserror::Error)]
@@ -298,7 +300,8 @@ impl FrameReader {
             }
             if !self.fill(socket)? {
                 if start.elapsed() < eager {
-                    // Whoever is to answer may need this very processor.
+                    // Whoever is to answer may run on the other half of this core, or need this very processor.
+                    (0..PAUSES).for_each(|_| std::hint::spin_loop());
                     std::thread::yield_now();
                 } else {
                     wait(socket, PollFlags::IN, deadline)?;

@@ -157,10 +157,13 @@ def tree(root):
     return found
 
 
-def pin(root, cpus):
-    """Puts every thread of a process and of all that it started on these CPUs."""
+def pin(root, cpu):
+    """Puts every thread of a process and of all that it started on one CPU; an owner's on any that shares no core with it, where there
+    is one: it is another program, and its work is not its clients'."""
+    elsewhere = os.sched_getaffinity(0) - siblings(cpu) or {cpu}
     for pid in tree(root):
         try:
+            cpus = elsewhere if is_owner(pid) else {cpu}
             threads = os.listdir(f"/proc/{pid}/task")
         except OSError:
             continue
@@ -169,6 +172,22 @@ def pin(root, cpus):
                 os.sched_setaffinity(int(thread), cpus)
             except OSError:
                 pass
+
+
+def is_owner(pid):
+    """Whether a process is `millpond serve`."""
+    with open(f"/proc/{pid}/cmdline", "rb") as file:
+        return file.read().split(b"\0")[1:2] == [b"serve"]
+
+
+def siblings(cpu):
+    """The CPUs of one CPU's core."""
+    try:
+        with open(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list") as file:
+            parts = [part.split("-") for part in file.read().strip().split(",")]
+    except OSError:
+        return {cpu}
+    return {n for part in parts for n in range(int(part[0]), int(part[-1]) + 1)} | {cpu}
 
 
 class Measured:
@@ -193,7 +212,7 @@ def come_up(processes, options, end):
         except Failed as e:
             found.failed[process.mode] = str(e)
     for process in found.up:
-        pin(process.pid, {options.cpu})
+        pin(process.pid, options.cpu)
     return found
 
 

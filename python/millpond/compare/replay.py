@@ -5,6 +5,7 @@ not kept. The later ones ask nobody, and the calls found are left out of the fig
 """
 
 import array
+import bisect
 import ctypes
 import os
 
@@ -88,12 +89,15 @@ class Replayed:
         self._failed, self._first = 0, None
 
     def slice(self, ms):
-        """One replay: (calls, nanoseconds). The length is the trace's, whatever is asked."""
+        """One replay, after one that is not timed, as another allocator had this processor till now: (calls, nanoseconds). The length
+        is the trace's, whatever is asked."""
         need, free = int(self._trace.peak_live * self._allocator.room) + (64 << 20), self._allocator.available()
         if need > free:
             raise MemoryError(f"it needs {need / 2**30:.2f} GiB of the device, {free / 2**30:.2f} GiB are free")
         finding = self._growths is None
-        self._left = max(self._left, self._allocator.fresh(self._trace.peak_live))
+        self._fresh()
+        self._replay(False)
+        self._fresh()
         before = self._allocator.grown()
         self._replay(finding and self._allocator.tells_growth)
         self.tried += 1
@@ -111,6 +115,9 @@ class Replayed:
                 self._rounds.append(steady)
         self._note_failures()
         return max(len(took), 1), sum(took) * self._clock.tick_ns
+
+    def _fresh(self):
+        self._left = max(self._left, self._allocator.fresh(self._trace.peak_live))
 
     def _replay(self, ask):
         trace, allocator = self._trace, self._allocator
@@ -166,10 +173,12 @@ class Replayed:
         return [n for n, outcome in enumerate(self._outcome) if outcome == DONE and n not in (self._growths or {})]
 
     def _slowest(self, own):
-        """The calls whose median is the highest: [line, nanoseconds], the slowest first."""
+        """The calls whose median is the highest: [line, nanoseconds, calls since the last growth], the slowest first."""
         steady = self._steady_calls()
         ordered = sorted(zip(own, steady), reverse=True)[:SLOWEST] if len(own) == len(steady) else []
-        return [[self._trace.lines[n], round(ticks * self._clock.tick_ns)] for ticks, n in ordered]
+        growths = sorted(self._growths or {})
+        since = lambda n: n - growths[bisect.bisect(growths, n) - 1] if growths and growths[0] <= n else None  # noqa: E731
+        return [[self._trace.lines[n], round(ticks * self._clock.tick_ns), since(n)] for ticks, n in ordered]
 
 
 def medians(rounds):

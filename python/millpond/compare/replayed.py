@@ -43,7 +43,7 @@ def table(found, time):
                 failures.append(f"{trace} {mode}: {cell['failed']}, the first: {cell.get('first_failure')}")
     if len(lines) == 2:
         return ["Nothing was measured."]
-    lines += ["", f"{found['rounds']} rounds. A slice here is a whole trace, from an allocator that has nothing cached, on one thread; no byte is touched."]
+    lines += ["", f"{found['rounds']} rounds. A slice here is a whole trace, from an allocator that has nothing cached, on one thread, after one that is not timed; no byte is touched."]
     lines += [f"The clock's own time is in each figure: {' to '.join(f'{ns:g} ns' for ns in sorted({min(clocks), max(clocks)}))}."]
     lines += ["Of the calls' medians: p99.9 over the trace's calls without growth of each one's median over the rounds: an interrupt hits one round."]
     lines += ["Live: the most bytes that the trace has at a time, each block rounded up to 512. –: the allocator does not tell, or was not timed."]
