@@ -17,7 +17,7 @@ class Received:
         self.sender = sender
         self.peer = peer  # the sender's serial, where it came by a channel
         self.refused = None
-        self.memories = [
+        self.memories = tensors and [
             _memory.Memory(handle, _native.KIND_IMPORT, address, nbytes, device, flags, stream, bool(flags & _native.READY))
             for address, nbytes, stream, handle, device, flags in tensors
         ]
@@ -31,14 +31,15 @@ class Received:
         memories, self.memories = self.memories, ()
         if self.refused is not None:
             raise errors.Refused(f"a value was sent on a tier that does not work: {self.refused}")
-        if '"$"' not in self.body:
-            return json.loads(self.body)
+        body = self.body
         try:
-            decoder = _spare.pop()
-        except IndexError:
-            decoder = _Decoder()
-        try:
-            return decoder.decode(memories, lazy, self.body, self.peer)
+            if '"$"' not in body:
+                return _whole(_plain, body)
+            try:
+                decoder = _spare.pop()
+            except IndexError:
+                decoder = _Decoder()
+            return decoder.decode(memories, lazy, body, self.peer)
         except errors.Error:
             raise
         except RecursionError:
@@ -47,7 +48,20 @@ class Received:
             raise errors.Protocol(f"received a malformed value: {type(e).__name__}: {e}") from e
 
 
-_scan = json.JSONDecoder().raw_decode
+_plain = json.JSONDecoder().scan_once
+
+
+def _whole(scan, text):
+    """The one value that a text is; what we send has no blanks around it."""
+    try:
+        value, end = scan(text, 0)
+    except StopIteration:
+        end = -1
+    if end != len(text):
+        raise ValueError("not JSON")
+    return value
+
+
 #: How a plain message begins: most do, and none has anything else in its header.
 _PLAIN, _PLAIN_HEADER = '[["m"],', ("m",)
 
@@ -57,10 +71,10 @@ def _split(text):
     if text.startswith(_PLAIN) and text[-1] == "]":
         return _PLAIN_HEADER, text[len(_PLAIN) : -1]
     try:
-        header, end = _scan(text, 1)
+        header, end = _plain(text, 1)
         if text[0] != "[" or text[end] != "," or text[-1] != "]" or type(header) is not list:
             raise ValueError("not [header,body]")
-    except (ValueError, IndexError) as e:
+    except (ValueError, IndexError, StopIteration) as e:
         raise errors.Protocol(f"received a message that is not ours: {e}") from None
     return header, text[end + 1 : -1]
 
@@ -70,7 +84,7 @@ _spare = []
 
 
 class _Decoder:
-    __slots__ = ("memories", "lazy", "import_torch", "inline", "scan", "peer")
+    __slots__ = ("memories", "lazy", "inline", "scan", "peer")
 
     def __init__(self):
         self.scan = json.JSONDecoder(object_hook=self.hook).scan_once
@@ -80,14 +94,8 @@ class _Decoder:
         self.peer = peer
         self.lazy = lazy
         self.inline = 0  # values in the message itself
-        self.import_torch = "torch" in sys.modules or not _streams.gpus()
         try:
-            try:
-                value, end = self.scan(text, 0)
-            except StopIteration:
-                end = -1
-            if end != len(text):  # what we send has no blanks around it
-                raise ValueError("not JSON")
+            value = _whole(self.scan, text)
             if self.inline:
                 _native.count(b"received.inline", self.inline)
             return value
@@ -126,7 +134,7 @@ class _Decoder:
 
     def torch(self, device):
         """Whether tensors are to be torch's: it is loaded, or it may be imported for host memory."""
-        return "torch" in sys.modules or (device < 0 and self.import_torch and _ref.available("torch"))
+        return "torch" in sys.modules or (device < 0 and not _streams.gpus() and _ref.available("torch"))
 
     def nothing(self, kind, row, shape, device_id):
         """A value without bytes; `device_id` is 0 for the CPU."""

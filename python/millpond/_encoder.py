@@ -3,23 +3,38 @@
 from . import _leaves, _native, _pinned, _streams
 
 
-class Encoded:
-    """What `_native.send` needs, and what must live until it has returned."""
+class Encoder:
+    """What `_native.send` needs, what must live until it has returned, and how to encode."""
 
-    __slots__ = ("text", "tensors", "keep", "copies", "copied_bytes", "hosted", "ways", "inline", "gpus", "falls", "foreign", "by_host", "leaving", "packed")
+    __slots__ = (
+        *("text", "tensors", "keep", "copies", "copied_bytes", "hosted", "ways", "inline", "gpus", "falls", "tokens", "by_host", "leaving"),
+        *("packed", "leaves", "imports", "off", "streams", "kinds", "why_copied", "by_choice", "overlap", "sparse"),
+    )
 
-    def __init__(self):
+    def __init__(self, off=(), kinds=(), why_copied=None, by_choice=False, overlap=False):
+        #: The GPUs whose values may not go by their arena.
+        self.off = off
+        #: Which kinds of token GPU values that are not the arena's may go by; or what is counted of each: (best, to, why).
+        self.kinds = kinds
+        self.why_copied = why_copied
+        #: Going by host memory was asked for, and is no fall.
+        self.by_choice = by_choice
+        #: The message may leave before the copies to host memory are over; the caller calls `finish`.
+        self.overlap = overlap
+        self.streams = {}  # device -> the stream that READY follows
+        self.leaves = []  # (device, first byte, end, position, node)
+        self.sparse = {}  # position -> a view with large gaps
+        self.imports = {}  # handle -> index
         self.text = b""
         self.tensors = []
         self.keep = []
-        self.copies = 0
-        self.copied_bytes = 0
+        self.copies = self.copied_bytes = 0
         self.hosted = 0  # GPU values that go by host memory
         self.ways = {}  # address of a range that stands for another value -> what the library is to count it as
         self.inline = 0
         self.gpus = ()  # the GPUs in whose memory there are values
         self.falls = []  # (best tier, the tier taken, reason or None for the connection's, bytes)
-        self.foreign = []  # values by token: (kind, bytes, first companion, last companion, what to keep)
+        self.tokens = []  # values by token: (kind, bytes, first companion, last companion, what to keep)
         self.by_host = {}  # tier -> (values, bytes), of those in `hosted`
         self.packed = []  # (device, bytes) of views that were copied without their gaps
         self.leaving = []  # copies to host memory that are under way
@@ -36,27 +51,6 @@ class Encoded:
         """Returns when nothing that was encoded is read any more: the message has left, or will not."""
         while self.leaving:
             _pinned.over(self.leaving.pop())
-
-
-class Encoder:
-    __slots__ = ("leaves", "imports", "tensors", "out", "off", "streams", "foreign", "why_copied", "by_choice", "overlap", "sparse")
-
-    def __init__(self, off=(), foreign=(), why_copied=None, by_choice=False, overlap=False):
-        #: The GPUs whose values may not go by their arena.
-        self.off = off
-        #: Which kinds of token GPU values that are not the arena's may go by; or what is counted of each: (best, to, why).
-        self.foreign = foreign
-        self.why_copied = why_copied
-        #: Going by host memory was asked for, and is no fall.
-        self.by_choice = by_choice
-        #: The message may leave before the copies to host memory are over; the caller calls `Encoded.finish`.
-        self.overlap = overlap
-        self.streams = {}  # device -> the stream that READY follows
-        self.leaves = []  # (device, first byte, end, position, node)
-        self.sparse = {}  # position -> a view with large gaps
-        self.imports = {}  # handle -> index
-        self.tensors = []
-        self.out = Encoded()
 
     def range(self, device, address, nbytes, node):
         leaves = self.leaves
@@ -105,8 +99,7 @@ class Encoder:
 
     def mark_ways(self):
         """What stands for another value is counted as that."""
-        ways = self.out.ways
-        self.tensors = [t[:5] + (t[5] | ways.get(t[0], 0),) for t in self.tensors]
+        self.tensors = [t[:5] + (t[5] | self.ways.get(t[0], 0),) for t in self.tensors]
 
 
 def _by_place(leaf):

@@ -37,25 +37,25 @@ def encode(e, keep, device, address, count, name, shape, strides):
     try:
         if _native.control("locate", address=address).get("kind") != "foreign":
             return None  # arena memory: an offset is better
-        if not e.foreign:
-            e.out.falls.append((*e.why_copied, nbytes))
+        if not e.kinds:
+            e.falls.append((*e.why_copied, nbytes))
             return None
         found = _native.control("foreign_export", device=device, address=address)
         kind = found["kind"]
-        if kind not in e.foreign:
-            why = f"a value by token: it is {kind} memory, and only {e.foreign[0]} was asked for"
-            e.out.falls.append((e.foreign[0], "copy", why, nbytes))
+        if kind not in e.kinds:
+            why = f"a value by token: it is {kind} memory, and only {e.kinds[0]} was asked for"
+            e.falls.append((e.kinds[0], "copy", why, nbytes))
             return None
         byte = _dtypes.lookup("uint8")
         first, last = (_ref.Ref(_memory.block(_COMPANION, device), 0, byte, (_COMPANION,), None, "r") for _ in range(2))
     except errors.Error as problem:
-        e.out.falls.append(("pool" if e.foreign == ("pool",) else "ipc", "copy", f"a value by token: {problem}", nbytes))
+        e.falls.append(("pool" if e.kinds == ("pool",) else "ipc", "copy", f"a value by token: {problem}", nbytes))
         return None
     from . import _leaves, _tree
 
-    e.out.foreign.append((kind, nbytes, first, last, keep))
-    e.out.ways[first._memory.address] = _native.WAYS[kind]
-    e.out.ways[last._memory.address] = _native.UNCOUNTED
+    e.tokens.append((kind, nbytes, first, last, keep))
+    e.ways[first._memory.address] = _native.WAYS[kind]
+    e.ways[last._memory.address] = _native.UNCOUNTED
     strides = list(strides) if strides else 0
     node = ["x", kind, found["token"], found["offset"], name, list(shape), strides, _leaves.device_id(device), device]
     return {"$": [*node, _tree._reference(e, first, 0), _tree._reference(e, last, 0)]}
@@ -191,7 +191,7 @@ _keeper = _Keeper()
 
 def sent(encoded):
     """A message with values by token has left: they are kept until their receivers are done."""
-    _keeper.add(sent=[_Sent(first, last, keep) for _, _, first, last, keep in encoded.foreign])
+    _keeper.add(sent=[_Sent(first, last, keep) for _, _, first, last, keep in encoded.tokens])
 
 
 def kept():

@@ -44,7 +44,7 @@ def numpy_array(e, array, depth):
             data, nbytes = nbytes, _memory.span(shape, strides) * size
             if _has_gaps(data, nbytes):
                 e.sparse[len(e.leaves)] = array
-    e.out.keep.append(array)
+    e.keep.append(array)
     e.range(-1, interface["data"][0], nbytes, node)
     return {"$": node}
 
@@ -53,8 +53,8 @@ def _packed(e, array, nbytes):
     """A contiguous copy, in arena memory if we have some."""
     import numpy as np
 
-    e.out.copies += 1
-    e.out.copied_bytes += nbytes
+    e.copies += 1
+    e.copied_bytes += nbytes
     try:
         packed = np.asarray(_memory._Holder(_memory.block(nbytes, -1), 0, "|u1", (nbytes,), None)).view(array.dtype).reshape(array.shape)
         packed[...] = array
@@ -85,19 +85,18 @@ def without_gaps(e, view, address):
             at = copy.__array_interface__["data"][0]
     except errors.Error:
         return None
-    out = e.out
-    out.keep.append(copy)
-    out.ways[at] = _native.WAYS["copy"]
-    out.packed.append((device, nbytes))
-    out.copies += 1
-    out.copied_bytes += nbytes
+    e.keep.append(copy)
+    e.ways[at] = _native.WAYS["copy"]
+    e.packed.append((device, nbytes))
+    e.copies += 1
+    e.copied_bytes += nbytes
     return at, nbytes
 
 
 def numpy_scalar(e, value, depth):
     """A numpy scalar: its bytes, in the tree."""
     name = _dtypes.of_numpy(value.dtype)
-    e.out.inline += 1
+    e.inline += 1
     return {"$": ["s", name, base64.b64encode(value.tobytes()).decode("ascii")]}
 
 
@@ -121,8 +120,8 @@ def torch_tensor(e, tensor, depth):
         raise No(f"a tensor on device {tensor.device}")
     if name not in _INTEGERS and (tensor.is_neg() or tensor.is_conj()):
         tensor = tensor.detach().resolve_conj().resolve_neg()
-        e.out.copies += 1
-        e.out.copied_bytes += tensor.numel() * tensor.element_size()
+        e.copies += 1
+        e.copied_bytes += tensor.numel() * tensor.element_size()
     shape = tensor.shape
     node = ["t", "t", -1, 0, name, shape, 0]
     count = tensor.numel()
@@ -139,11 +138,11 @@ def torch_tensor(e, tensor, depth):
     address = tensor.data_ptr()
     if not address:
         raise No("a tensor without memory (meta, fake or functional)")
-    if device >= 0 and (e.foreign or e.why_copied):
+    if device >= 0 and (e.kinds or e.why_copied):
         found = _foreign.encode(e, tensor, device, address, count, name, shape, node[6])
         if found is not None:
             return found
-    e.out.keep.append(tensor)
+    e.keep.append(tensor)
     if nbytes > data and _has_gaps(data, nbytes):
         e.sparse[len(e.leaves)] = tensor
     e.range(device, address, nbytes, node)
@@ -166,17 +165,17 @@ def hosted(e, tensor):
     leaving = _pinned.out(device, copy.data_ptr(), tensor.data_ptr(), nbytes) if e.overlap and _on_gpu(tensor) else None
     if leaving is not None:
         number, pieces, tier = leaving
-        e.out.leaving.append(number)
-        e.out.keep.append(tensor)
+        e.leaving.append(number)
+        e.keep.append(tensor)
     else:
         tier = _pinned.copy(device, copy.data_ptr(), tensor.data_ptr(), nbytes) if _on_gpu(tensor) else None
         if tier is None:
             copy.copy_(tensor)  # returns when the bytes are there
             tier = "host"
-    e.out.went_by_host(tier, nbytes, copy.data_ptr())
+    e.went_by_host(tier, nbytes, copy.data_ptr())
     if not e.by_choice:
         reason = None if _streams.gpus() else "a GPU tensor went through host memory: this arena serves no GPU"
-        e.out.falls.append(("arena", tier, reason, nbytes))
+        e.falls.append(("arena", tier, reason, nbytes))
     node = torch_tensor(e, copy, 0)
     if leaving is not None:
         return {"$": ["h", node["$"], device_id(device), pieces]}
@@ -217,11 +216,11 @@ def cuda_array(e, value, depth):
         return hosted(e, torch.as_tensor(value, device=f"cuda:{device}"))
     if stream:
         _order_after(e, device, stream)
-    if e.foreign or e.why_copied:
+    if e.kinds or e.why_copied:
         found = _foreign.encode(e, value, device, interface["data"][0], count, row.name, shape, node[6])
         if found is not None:
             return found
-    e.out.keep.append(value)
+    e.keep.append(value)
     e.range(device, interface["data"][0], count * row.itemsize, node)
     return {"$": node}
 
@@ -279,6 +278,6 @@ def host_array(e, value, depth):
         strides = node[6] = [s // row.itemsize for s in strides]
     count = _memory.span(shape, strides)
     if count:
-        e.out.keep.append(value)
+        e.keep.append(value)
         e.range(-1, interface["data"][0], count * row.itemsize, node)
     return {"$": node}

@@ -198,19 +198,30 @@ def _torch_import(memory, row, shape, strides, offset):
 
 def torch_over(memory, address, device, row, shape, strides):
     """A torch tensor at an address that takes the memory over, wherever the address lies."""
-    import torch
-
     if device >= 0 and not _streams.in_use():
+        import torch
+
         torch.cuda.init()
     if not memory.owned:
         raise errors.Closed("this value was already handed over")
-    code, bits = row.dlpack
-    capsule = _native.dlpack_capsule(address, device, code, bits, shape, strides, memory.handle, memory.kind)
+    take = _from_dlpack or _find_from_dlpack()
+    capsule = _native.dlpack_capsule(address, device, *row.dlpack, shape, strides, memory.handle, memory.kind)
     memory.owned = False  # the capsule has it now, whatever happens below
-    # What torch.utils.dlpack.from_dlpack does with a capsule, without its questions about what else it might be.
-    take = getattr(torch._C, "_from_dlpack", None) or torch.utils.dlpack.from_dlpack
     tensor = take(capsule)
     return tensor if row.name in _dtypes.NATIVE_DLPACK else tensor.view(_dtypes.to_torch(row.name))
+
+
+#: torch's own, once it was needed.
+_from_dlpack = None
+
+
+def _find_from_dlpack():
+    """What torch.utils.dlpack.from_dlpack does with a capsule, without its questions about what else it might be."""
+    global _from_dlpack
+    import torch
+
+    _from_dlpack = getattr(torch._C, "_from_dlpack", None) or torch.utils.dlpack.from_dlpack
+    return _from_dlpack
 
 
 def buffer(memory, offset, nbytes):

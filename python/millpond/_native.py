@@ -38,6 +38,7 @@ _FOR_EVER_MS = 1 << 40
 
 _lock = threading.Lock()
 _loaded = None
+_MAIN = threading.main_thread().ident
 
 
 class _Message(ctypes.Structure):
@@ -150,16 +151,19 @@ def milliseconds(timeout):
 
 def in_slices(step, timeout):
     """Runs `step(timeout_ms)` until it does not time out. The main thread comes back for signals now and then."""
-    if threading.get_ident() != threading.main_thread().ident:
-        return step(_FOR_EVER_MS if timeout is None else milliseconds(timeout))
+    left = _FOR_EVER_MS if timeout is None else milliseconds(timeout)
+    if threading.get_ident() != _MAIN:
+        return step(left)
     end = None if timeout is None else time.monotonic() + timeout
     while True:
-        left = _SLICE_MS if end is None else milliseconds(max(0.0, end - time.monotonic()))
         try:
             return step(min(left, _SLICE_MS))
         except errors.Timeout:
-            if end is not None and time.monotonic() >= end:
-                raise
+            if end is not None:
+                now = time.monotonic()
+                if now >= end:
+                    raise
+                left = milliseconds(end - now)
 
 
 def control(op, **fields):
@@ -185,9 +189,9 @@ def count(counter, n=1, device=-1):
 def send(channel, tree, tensors, timeout_ms):
     """Sends one message. `tensors`: tuples as in `TENSOR`. Returns for each whether it was copied first (`COPIED` or 0)."""
     count = len(tensors)
-    packed = TENSOR.pack(*tensors[0]) if count == 1 else _packed(tensors)
+    packed = TENSOR.pack(*tensors[0]) if count == 1 else _packed(tensors) if count else None
     copied = (ctypes.c_ubyte * count)() if count > _IN_RESULT else None
-    bits = library().send(channel, tree, len(tree), packed, count, timeout_ms, copied)
+    bits = (_loaded or library()).send(channel, tree, len(tree), packed, count, timeout_ms, copied)
     if bits < 0:
         raise last_error("send")
     if copied is not None:
@@ -215,7 +219,7 @@ _reading = _Reading()
 
 def receive(channel, timeout_ms, flags, streams):
     """Receives one message: (tree as text, list of `TENSOR` tuples, sender)."""
-    lib = library()
+    lib = _loaded or library()
     here = _reading
     count = len(streams)
     packed = _STREAMS[count](*streams) if count < len(_STREAMS) else struct.pack(f"={count}Q", *streams)
@@ -342,6 +346,6 @@ def dlpack_capsule(address, device, code, bits, shape, strides, owner, kind):
     except struct.error as e:
         raise errors.InvalidArgument(f"no tensor can have shape {shape} and strides {strides}: {e}") from None
     try:
-        return library().dlpack_capsule(spec)
+        return (_loaded or library()).dlpack_capsule(spec)
     except ValueError:  # ctypes' word for null
         raise last_error("dlpack") from None

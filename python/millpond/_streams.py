@@ -41,7 +41,7 @@ def all_current():
     """This thread's stream on each GPU; none where torch does not use CUDA in this process."""
     if _raw_stream is None and not _find():
         return ()
-    return [_raw_stream(n) for n in range(_count)]
+    return (_raw_stream(0),) if _count == 1 else [_raw_stream(n) for n in range(_count)]
 
 
 def in_use():

@@ -52,31 +52,40 @@ class _Deep(Exception):
     """Nested too deep, or a cycle."""
 
 
-def encode(value, header=None, root="out", readonly=False, off=(), foreign=(), why_copied=None, by_choice=False, overlap=False):
-    """Encodes a value. With `header` (JSON-ready) the text is `[header,value]`. Values on the GPUs in `off` go by host memory; for
-    the rest see `Encoder`."""
-    encoder = Encoder(off, foreign, why_copied, by_choice, overlap)
-    out = encoder.out
+#: The header of a plain message: most are.
+PLAIN = ["m"]
+_PLAIN_TEXT = '["m"]'
+
+
+def encode(value, header=None, root="out", readonly=False, off=(), kinds=(), why_copied=None, by_choice=False, overlap=False):
+    """Encodes a value: an `Encoder` with its text. With `header` (JSON-ready) the text is `[header,value]`. Values on the GPUs in
+    `off` go by host memory; for the rest see `Encoder`."""
+    e = Encoder(off, kinds, why_copied, by_choice, overlap)
     try:
         try:
-            body = _DISPATCH[type(value)](encoder, value, 0)
-        except (No, _Deep, errors.Unsupported, RecursionError) as e:
-            _explain(value, root, e)
-        encoder.place(_native.READ_ONLY if readonly else 0)
-        if out.ways:
-            encoder.mark_ways()
-        whole = body if header is None else [header, body]
-        text = _dumps(whole)
+            body = _DISPATCH[type(value)](e, value, 0)
+        except (No, _Deep, errors.Unsupported, RecursionError) as error:
+            _explain(value, root, error)
+        if e.leaves:
+            e.place(_native.READ_ONLY if readonly else 0)
+            if e.ways:
+                e.mark_ways()
+        if e.tensors:
+            e.gpus = {t[4] for t in e.tensors if t[4] >= 0}
         try:
-            out.text = text.encode()
+            e.text = _text(_dumps, header, body).encode()
         except UnicodeEncodeError:  # lone surrogates
-            out.text = _dumps_ascii(whole).encode()
+            e.text = _text(_dumps_ascii, header, body).encode()
     except BaseException:
-        out.finish()
+        e.finish()
         raise
-    out.tensors = encoder.tensors
-    out.gpus = {t[4] for t in out.tensors if t[4] >= 0}
-    return out
+    return e
+
+
+def _text(dumps, header, body):
+    if header is PLAIN:
+        return f"[{_PLAIN_TEXT},{dumps(body)}]"
+    return dumps(body if header is None else [header, body])
 
 
 # Containers.
@@ -144,7 +153,7 @@ def _pickled(e, entry, value):
         raise _Deep from None
     except Exception as error:  # whatever the type's own code raises
         raise No(f"a {entry.name} that cannot be pickled: {type(error).__name__}: {error}") from None
-    e.out.falls.append(("arena", "copy", f"a {entry.name} crosses as a pickle: it is registered for that", len(data)))
+    e.falls.append(("arena", "copy", f"a {entry.name} crosses as a pickle: it is registered for that", len(data)))
     return {"$": ["p", entry.name, entry.version, _large(e, "b", ctypes.cast(ctypes.c_char_p(data), ctypes.c_void_p).value, len(data), data)["$"]]}
 
 
@@ -177,13 +186,13 @@ def _base(cls):
 
 
 def _inline(e, tag, data):
-    e.out.inline += 1
+    e.inline += 1
     return {"$": [tag, base64.b64encode(data).decode("ascii")]}
 
 
 def _large(e, kind, address, nbytes, keep):
     node = ["t", kind, 0, 0, "uint8", [nbytes], 0]
-    e.out.keep.append(keep)
+    e.keep.append(keep)
     e.range(-1, address, nbytes, node)
     return {"$": node}
 
@@ -225,7 +234,7 @@ def _referred(e, ref):
         return _leaves.hosted_reference(e, ref)
     strides = ref._strides
     node = ["v", ref._kind, 0, ref._offset, ref._row.name, list(ref.shape), list(strides) if strides is not None else 0]
-    e.out.keep.append(memory)
+    e.keep.append(memory)
     if memory.kind == _native.KIND_BLOCK:
         span = _memory.span(ref.shape, strides) * ref._row.itemsize
         if span == 0:

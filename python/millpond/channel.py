@@ -14,6 +14,7 @@ from . import _calls, _decode, _foreign, _gpu_canary, _native, _streams, _tree, 
 Peer = collections.namedtuple("Peer", "client name pid")
 Sent = collections.namedtuple("Sent", "tensors copies copied_bytes")
 Sent.__doc__ = "What `send` did: how many memory ranges went, how many of them were copied first, and how many bytes that was."
+_NOTHING_SENT = Sent(0, 0, 0)
 
 #: Why a value was copied into the arena: in host memory, on a GPU.
 _WHY_COPIED = ("a value in host memory that is not the arena's was copied into it", "a GPU tensor that is not arena memory was copied on its GPU")
@@ -32,7 +33,8 @@ class Channel(_calls.Calls):
         #: driver's) or "host" (by host memory). `send(prefer=)` overrides it.
         self.prefer = None
         self._sending = threading.RLock()
-        self._state = threading.Condition(threading.Lock())
+        self._lock = threading.Lock()
+        self._state = threading.Condition(self._lock)
         self._reading = False
         self._waiting = 0  # threads that wait for the one that reads
         self._ended = None
@@ -71,17 +73,20 @@ class Channel(_calls.Calls):
     def send(self, value, timeout=None, readonly=False, prefer=None):
         """Sends a value. It may be dropped at once: the memory lives until the receiver is done. `readonly`: the receiver maps
         the tensors read-only. `prefer`: see `Channel.prefer`. Says what was copied."""
-        return self._transmit(["m"], value, timeout, readonly, prefer=prefer)
+        return self._transmit(_tree.PLAIN, value, timeout, readonly, prefer=prefer)
 
     def recv(self, timeout=None, wait=False, lazy=False):
         """The next value: numpy arrays and torch tensors as they were sent. `lazy=True`: every tensor is a `Ref`, nothing is
         mapped. `wait=True`: returns when all the data is ready (values in host memory always are); else GPU values are
         ordered on this thread's current stream. `Timeout`, `Closed`, `PeerDied`."""
-        self._lazy += lazy
-        try:
+        if lazy:
+            self._lazy += 1
+            try:
+                message = self._wait(self._next_value, timeout)
+            finally:
+                self._lazy -= 1
+        else:
             message = self._wait(self._next_value, timeout)
-        finally:
-            self._lazy -= lazy
         if wait:
             for memory in message.memories:
                 if not memory.is_ready:
@@ -101,16 +106,15 @@ class Channel(_calls.Calls):
         if self._ended is not None:
             raise type(self._ended)(*self._ended.args)
         prefer = prefer or self.prefer
-        if prefer not in (None, "ipc", "host"):
+        if prefer and prefer not in ("ipc", "host"):
             raise errors.InvalidArgument(f'prefer={prefer!r}: None, "ipc" or "host"')
         full = False
         while True:
             encoded = self._encode(header, value, readonly, root, prefer, full)
             try:
                 flags = self._leave(encoded, (header, value, readonly, root), timeout, full)
-                if flags is None:
-                    continue
-                break
+                if flags is not None:
+                    break
             except errors.OutOfMemory as e:
                 # No room for a copy in the arena: without a copy if that is possible, then by host memory.
                 if full == "host" or not encoded.gpus or header[0] == "k":
@@ -121,7 +125,7 @@ class Channel(_calls.Calls):
             finally:
                 if encoded.leaving:
                     encoded.finish()
-        if encoded.foreign:
+        if encoded.tokens:
             _foreign.sent(encoded)
         if self._gpu.asking or self._foreign.out == "asked":
             self._poll()  # for the answer, where nobody receives here
@@ -133,20 +137,24 @@ class Channel(_calls.Calls):
 
     def _leave(self, encoded, message, timeout, full):
         """Sends what is encoded: the flags that came back. None: it must be encoded again, as its GPU tier is off by now."""
-        if not self._sending.acquire(timeout=-1 if timeout is None else timeout):
+        if timeout is None:
+            self._sending.acquire()
+        elif not self._sending.acquire(timeout=timeout):
             raise errors.Timeout(f"another thread has been sending for {timeout} s")
         try:
-            if message[0][0] != "k" and not full and not self._gpu.admit(encoded, message):
+            gpu = self._gpu
+            if (encoded.gpus or gpu.asking) and message[0][0] != "k" and not full and not gpu.admit(encoded, message):
                 return None
-            return _native.send(self._handle, encoded.text, encoded.tensors, _native.milliseconds(timeout))
+            return _native.send(self._handle, encoded.text, encoded.tensors, -1 if timeout is None else _native.milliseconds(timeout))
         finally:
             self._sending.release()
 
     def _count(self, encoded, flags):
         """Counts a message that has left."""
-        if not (encoded.copies or encoded.hosted or encoded.inline or encoded.foreign or any(flags)):
-            if flags:
-                self._tiers.add("arena", len(flags), sum(tensor[1] for tensor in encoded.tensors))
+        if not (encoded.copies or encoded.hosted or encoded.inline or encoded.tokens or any(flags)):
+            if not flags:
+                return _NOTHING_SENT
+            self._tiers.add("arena", len(flags), sum([tensor[1] for tensor in encoded.tensors]))
             return Sent(len(flags), 0, 0)
         copies, copied_bytes, ranges_bytes = encoded.copies, encoded.copied_bytes, 0
         for tensor, flag in zip(encoded.tensors, flags):
@@ -159,7 +167,7 @@ class Channel(_calls.Calls):
             self._tiers.fell("arena", "copy", _WHY_COPIED[device >= 0], size)
             for counter, n in ((b"fell.foreign_gpu" if device >= 0 else b"fell.foreign_host", 1), (b"copies", 1), (b"copied_bytes", size)):
                 _native.count(counter, n, device)
-        hosted, by_token = encoded.hosted, encoded.foreign
+        hosted, by_token = encoded.hosted, encoded.tokens
         ranges = len(flags) - 2 * len(by_token)  # two companions each
         in_place = ranges - copies - hosted
         add = self._tiers.add
@@ -180,13 +188,13 @@ class Channel(_calls.Calls):
         copy, as the arena has no room for one."""
         if header[0] == "k":
             proof = header[1] == "gpu-x"
-            encoded = _tree.encode(value, header, root, readonly, foreign=_foreign.KINDS if proof else ())
-            if proof and (encoded.falls or not encoded.foreign):
+            encoded = _tree.encode(value, header, root, readonly, kinds=_foreign.KINDS if proof else ())
+            if proof and (encoded.falls or not encoded.tokens):
                 raise errors.Unsupported(encoded.falls[0][2] if encoded.falls else "nothing of the proof went by token")
             return encoded
         gpu = self._gpu
-        kinds, why = ((), None) if prefer == "host" or full == "host" else self._foreign.kinds(full or prefer)
         by_choice = prefer == "host" or full == "host"
+        kinds, why = ((), None) if by_choice else self._foreign.kinds(full or prefer)
         encoded = _tree.encode(value, header, root, readonly, _gpu_canary.EVERY_GPU if by_choice else gpu.off, kinds, why, by_choice, True)
         for best, to, reason, nbytes in encoded.falls:
             self._tiers.fell(best, to, gpu.reason if reason is None else reason, nbytes, to != "copy", _counter(to, reason))
@@ -203,7 +211,7 @@ class Channel(_calls.Calls):
     def _wait(self, found, timeout):
         """Waits until `found()`, called with the state locked, gives something; reads messages meanwhile if nobody else does."""
         end = None if timeout is None else time.monotonic() + timeout
-        with self._state:
+        with self._lock:
             while True:
                 result = found()
                 if result is not None:

@@ -144,6 +144,6 @@ def test_copies_of_gpu_values_are_marked(fake):
     for address in (4096, 8192):
         encoder.range(-1, address, 64, ["t", "t", -1, 0, "uint8", [64], 0])
     encoder.place(_native.READ_ONLY)
-    encoder.out.ways[8192] = _native.WAYS["host"]
+    encoder.ways[8192] = _native.WAYS["host"]
     encoder.mark_ways()
     assert [t[5] for t in encoder.tensors] == [_native.READ_ONLY, _native.READ_ONLY | _native.WAYS["host"]]

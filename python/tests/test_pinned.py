@@ -57,7 +57,7 @@ def test_host_memory_by_choice_is_no_fall(pair, monkeypatch):
 
     def host(e, ref):
         seen.append((0 not in e.off, e.by_choice))
-        e.out.went_by_host("pinned", 1 << 20, 0)
+        e.went_by_host("pinned", 1 << 20, 0)
         return None
 
     monkeypatch.setattr(_leaves, "hosted_reference", host)

@@ -47,8 +47,8 @@ def gpu(monkeypatch, pair):
 
     def host(e, ref):
         data = ctypes.string_at(ref._memory.address, ref.nbytes)
-        e.out.went_by_host("host", len(data), 0)
-        e.out.falls.append(("arena", "host", None, len(data)))
+        e.went_by_host("host", len(data), 0)
+        e.falls.append(("arena", "host", None, len(data)))
         hosted.append(data)
         return _tree._bytes(e, data * 32, 0)
 

@@ -131,7 +131,7 @@ def train(mode):
         optimizer.step()
         return float(loss).hex()
 
-    return _measure(torch, step, 5, 40)
+    return _measure(torch, step, 5, 150)
 
 
 def _gpt2(torch):
@@ -158,7 +158,7 @@ def gpt2(mode):
         optimizer.step()
         return float(loss).hex()
 
-    return _measure(torch, step, 3, 20)
+    return _measure(torch, step, 3, 90)
 
 
 def generate(mode):
@@ -169,9 +169,9 @@ def generate(mode):
 
     def step():
         with torch.no_grad():
-            return model.generate(x, attention_mask=torch.ones_like(x), max_new_tokens=60, do_sample=False, pad_token_id=0).flatten().tolist()
+            return model.generate(x, attention_mask=torch.ones_like(x), max_new_tokens=30, do_sample=False, pad_token_id=0).flatten().tolist()
 
-    return _measure(torch, step, 1, 16)
+    return _measure(torch, step, 3, 32)
 
 
 if __name__ == "__main__" and len(sys.argv) == 3:
