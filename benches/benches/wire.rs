@@ -10,7 +10,7 @@ use millpond_ipc::wire::{send_frame, Answer, Chunk, FrameReader, FromClient, Fro
 use rustix::net::{socketpair, AddressFamily, SocketFlags, SocketType};
 
 fn wire(c: &mut Criterion) {
-    let call = FromClient::Call { call_id: 7, call: Request::Grow { device: 0, bytes: 2 << 30 } };
+    let call = FromClient::Call { call_id: 7, call: Request::Grow { device: 0, bytes: 2 << 30, press: true } };
     let bytes = serde_json::to_vec(&call).unwrap();
     c.bench_function("a growth encoded", |b| b.iter(|| serde_json::to_vec(black_box(&call)).unwrap()));
     c.bench_function("a growth parsed", |b| b.iter(|| serde_json::from_slice::<FromClient>(black_box(&bytes)).unwrap()));

@@ -1,5 +1,6 @@
 //! The ledger: who holds how much, per device and per client. Read from the control memory, with no help of the owner.
 
+pub(crate) mod holders;
 mod table;
 
 pub use table::size;

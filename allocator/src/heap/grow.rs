@@ -13,11 +13,12 @@ use super::source::GrowError;
 use super::{Heap, Inner, Request};
 
 impl Heap {
-    /// Asks the owner for more, maps it, and takes the block from it. Called with `growing` held and no other lock.
-    pub(super) fn grow(&self, request: Request) -> Result<Addr, HeapError> {
+    /// Asks the owner for more, maps it, and takes the block from it; `press`: others are to give way. Called with `growing` held
+    /// and no other lock.
+    pub(super) fn grow(&self, request: Request, press: bool) -> Result<Addr, HeapError> {
         let _span = tracing::debug_span!("growth", bytes = request.bytes).entered();
         let began = request.origin.map(|_| record::now());
-        let chunks = self.ask(request)?;
+        let chunks = self.ask(request, press)?;
         self.map(&chunks, request)?;
         let mut inner = self.whole();
         let inner = &mut *inner;
@@ -46,7 +47,7 @@ impl Heap {
         }
     }
 
-    fn ask(&self, request: Request) -> Result<Vec<(Chunk, OwnedFd)>, HeapError> {
+    fn ask(&self, request: Request, press: bool) -> Result<Vec<(Chunk, OwnedFd)>, HeapError> {
         let unit = self.driver.device().granularity.max(1);
         let exact = request.bytes.div_ceil(unit).saturating_mul(unit);
         let limit = self.limit.load(Ordering::Relaxed);
@@ -54,19 +55,29 @@ impl Heap {
         let reserved = self.inner.lock().meter.reserved_bytes();
         let room = limit.saturating_sub(reserved);
         if exact > room {
-            return Err(self.out_of_memory(request.bytes, Some(limit), "It is this process's own limit.".to_owned()));
+            let detail = self.with_holders("It is this process's own limit.");
+            return Err(self.out_of_memory(request.bytes, Some(limit), detail));
         }
         let bytes = u64::from(request.granules) * GRANULE;
         let usual = if given_up >= exact { given_up } else { self.growth(bytes, exact, reserved) };
         let generous = usual.min(room / unit * unit);
-        let granted = match self.source.grow(generous) {
-            Err(GrowError::OutOfMemory { .. }) if generous > exact => self.source.grow(exact),
+        let granted = match self.source.grow(generous, press) {
+            Err(GrowError::OutOfMemory { .. }) if generous > exact => self.source.grow(exact, press),
             granted => granted,
         };
         granted.map_err(|error| match error {
             GrowError::OutOfMemory { limit, detail, .. } => self.out_of_memory(request.bytes, Some(limit), detail),
             GrowError::Unreachable(why) => HeapError::Unreachable(why),
         })
+    }
+
+    /// What the heap itself has to say of a lack of memory, with who holds what.
+    fn with_holders(&self, detail: &str) -> String {
+        let holders = self.source.holders();
+        if holders.is_empty() {
+            return detail.to_owned();
+        }
+        format!("{detail} {holders}")
     }
 
     /// How much to ask for, for a block of `bytes`, `exact` in whole units. A large block gets a chunk of its own, exactly its size. Else
@@ -92,7 +103,9 @@ impl Heap {
         let given: Vec<Chunk> = chunks.iter().map(|(chunk, _)| *chunk).collect();
         self.source.give_back(&given);
         Err(match mapped {
-            Err(WindowError::Driver(error)) if error.is_out_of_memory() => self.out_of_memory(request.bytes, None, format!("{error}.")),
+            Err(WindowError::Driver(error)) if error.is_out_of_memory() => {
+                self.out_of_memory(request.bytes, None, self.with_holders(&format!("{error}.")))
+            }
             Err(WindowError::Driver(error)) => HeapError::Driver(error),
             Err(error) => HeapError::Unreachable(error.to_string()),
             Ok(()) => HeapError::Unreachable("a chunk lies beyond the 2 TiB of a window that blocks can lie in".to_owned()),

@@ -24,6 +24,8 @@ pub struct LocalCounts {
     pub granted: u64,
     /// Calls that were refused.
     pub refused: u64,
+    /// Calls that were to press others. Here there are none.
+    pub pressed: u64,
     /// Chunks that came back.
     pub returned: u64,
     /// Chunks that came back but were not out: a fault of the caller.
@@ -99,10 +101,11 @@ impl State {
 }
 
 impl ChunkSource for LocalSource {
-    fn grow(&self, bytes: u64) -> Result<Vec<(Chunk, OwnedFd)>, GrowError> {
+    fn grow(&self, bytes: u64, press: bool) -> Result<Vec<(Chunk, OwnedFd)>, GrowError> {
         let unit = self.driver.device().granularity.max(1);
         let bytes = bytes.div_ceil(unit).saturating_mul(unit);
         let mut state = self.state.lock();
+        state.counts.pressed += u64::from(press);
         if state.refuse > 0 {
             state.refuse -= 1;
             return Err(state.full("Refused on purpose."));

@@ -1,10 +1,11 @@
 //! What malloc does when its stream has no free block that fits.
 //!
 //! In this order: what receivers have given back, what other streams have finished with, one look whether the device is idle
-//! (then everything is finished with), growth, what other streams will have finished with (this stream waits on the GPU),
-//! giving back whole free chunks and growing again, and, last, the same once this stream has run dry. Every step starts from
-//! the lock anew, and none waits for the owner with it held.
+//! (then everything is finished with), growth where there is room at once, what other streams will have finished with (this
+//! stream waits on the GPU), giving back whole free chunks and a growth for which the owner asks idle clients to give way, and,
+//! last, the same once this stream has run dry. Every step starts from the lock anew, and none waits for the owner with it held.
 
+use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use crate::driver::{Addr, Capture};
@@ -13,6 +14,9 @@ use crate::window::Chunk;
 
 use super::error::{HeapError, OutOfMemory};
 use super::{is_legacy, Heap, Inner, Request};
+
+/// How often a growth looks whether the one before it waits for others to give way.
+const LOOK: Duration = Duration::from_millis(1);
 
 /// A block, with the chunks under it where it is larger than one.
 pub(super) type Found = (Allocation, Vec<Chunk>);
@@ -35,7 +39,7 @@ impl Heap {
                 return Ok(addr);
             }
         }
-        if let Ok(addr) = self.search_or_grow(request) {
+        if let Some(addr) = self.grow_at_once(request) {
             return Ok(addr);
         }
         let retried = self.wait_on_others(request).map_or_else(|| self.give_back_and_grow(request), Ok);
@@ -59,22 +63,44 @@ impl Heap {
     /// A limit counts what is reserved, so free chunks are in the way of new ones.
     fn give_back_and_grow(&self, request: Request) -> Result<Addr, HeapError> {
         self.trim(u64::MAX);
-        match self.search_or_grow(request) {
+        match self.press(request) {
             Err(HeapError::OutOfMemory(_)) if self.drain(request) => {
                 if let Some(addr) = self.search(request) {
                     return Ok(addr);
                 }
                 self.trim(u64::MAX);
-                self.search_or_grow(request)
+                self.press(request)
             }
             result => result,
         }
     }
 
-    /// One thread grows at a time: another may have grown while this one waited.
-    fn search_or_grow(&self, request: Request) -> Result<Addr, HeapError> {
+    /// One thread grows at a time: another may have grown while this one waited. Where that one waits for others to give way,
+    /// there is no room to be had at once.
+    fn grow_at_once(&self, request: Request) -> Option<Addr> {
+        let _growing = loop {
+            if let Some(growing) = self.growing.try_lock_for(LOOK) {
+                break growing;
+            }
+            if self.pressing.load(Ordering::Relaxed) {
+                return None;
+            }
+        };
+        self.search(request).or_else(|| self.grow(request, false).ok())
+    }
+
+    /// Growth that others are asked to give way for.
+    fn press(&self, request: Request) -> Result<Addr, HeapError> {
         let _growing = self.growing.lock();
-        self.search(request).map_or_else(|| self.grow(request), Ok)
+        self.search(request).map_or_else(
+            || {
+                self.pressing.store(true, Ordering::Relaxed);
+                let grown = self.grow(request, true);
+                self.pressing.store(false, Ordering::Relaxed);
+                grown
+            },
+            Ok,
+        )
     }
 
     /// Whether bytes may lie where this stream does not look first.

@@ -32,7 +32,7 @@ pub use stats::{PoolStats, Stat, Stats};
 pub use view::{BlockView, RegionView};
 
 use std::collections::BTreeMap;
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -100,6 +100,8 @@ pub struct Heap {
     captures: AtomicUsize,
     /// One growth at a time; nothing that gives memory back takes it.
     growing: Mutex<()>,
+    /// The one that grows waits for other processes to give way.
+    pressing: AtomicBool,
     inner: Lock<Inner>,
 }
 
@@ -170,6 +172,7 @@ impl Heap {
             limit: AtomicU64::new(u64::MAX),
             captures: AtomicUsize::new(0),
             growing: Mutex::new(()),
+            pressing: AtomicBool::new(false),
             inner: Lock::new(inner),
         }
     }

@@ -25,14 +25,20 @@ pub enum GrowError {
 
 /// Gives chunks and takes them back. Called with no lock of the heap held.
 pub trait ChunkSource: Send + Sync + Debug {
-    /// Chunks for at least `bytes`, contiguous in address. May wait, with a bound.
+    /// Chunks for at least `bytes`, contiguous in address. Where there is no room it may `press`: ask others for what they do not
+    /// use, and wait for that, with a bound. Else it says so at once, and nobody hears of it: the heap may have another way.
     ///
     /// # Errors
     /// [`GrowError`].
-    fn grow(&self, bytes: u64) -> Result<Vec<(Chunk, OwnedFd)>, GrowError>;
+    fn grow(&self, bytes: u64, press: bool) -> Result<Vec<(Chunk, OwnedFd)>, GrowError>;
 
     /// Takes chunks back that are unmapped here.
     fn give_back(&self, chunks: &[Chunk]);
+
+    /// Who holds what of the device, for an error that the source has not made itself. Empty: nobody else is known.
+    fn holders(&self) -> String {
+        String::new()
+    }
 
     /// Looks whether others are done with blocks that were lent, and unpins those. Called before a miss is taken for real.
     fn reap(&self) {}

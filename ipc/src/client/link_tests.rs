@@ -319,7 +319,7 @@ fn late_grants_go_back() {
         other => panic!("{other:?}"),
     };
     for led in [false, true] {
-        give_up(Request::Grow { device: 0, bytes: 4096 });
+        give_up(Request::Grow { device: 0, bytes: 4096, press: true });
         give_up(Request::Import { window: 3, epochs: vec![5] });
         give_up(Request::Detach);
         let late: Vec<u64> = (0..3).map(|_| owner.hear().0).collect();

@@ -55,7 +55,7 @@ impl Owner {
 
     fn call(&mut self, slot: u32, call_id: u64, call: Request) {
         match call {
-            Request::Grow { device, bytes } => self.grow(slot, call_id, device, bytes),
+            Request::Grow { device, bytes, press } => self.grow(slot, call_id, device, bytes, press),
             Request::Release { epochs } => self.release(slot, call_id, &epochs),
             Request::Window { window } => self.tell_window(slot, call_id, window),
             Request::Import { window, epochs } => self.import(slot, call_id, window, &epochs),

@@ -1,5 +1,5 @@
 //! Growth: admission is atomic, since one thread decides; what does not fit at once waits, with a bound, while others are
-//! asked to give back what they do not use.
+//! asked to give back what they do not use. A growth that does not press is answered at once.
 
 use millpond_allocator::heap::human;
 use std::time::{Duration, Instant};
@@ -8,10 +8,8 @@ use super::calls::KEPT_CALLS;
 use super::client::Asked;
 use super::estate::{members, Denial};
 use super::Owner;
+use crate::ledger::holders;
 use crate::wire::{Answer, Ask, Holder, Reason, MAX_FDS};
-
-/// The most holders that a refusal names.
-const NAMED_HOLDERS: usize = 8;
 
 /// A growth that waits.
 #[derive(Debug)]
@@ -19,6 +17,8 @@ pub(super) struct Pending {
     slot: u32,
     call_id: u64,
     bytes: u64,
+    /// Whether others are asked; else it is due at once.
+    press: bool,
     deadline: Instant,
     /// When everybody else is asked too: somebody who was asked may be stuck.
     widen: Option<Instant>,
@@ -32,7 +32,7 @@ pub(super) struct Pending {
 }
 
 impl Owner {
-    pub(super) fn grow(&mut self, slot: u32, call_id: u64, device: u32, bytes: u64) {
+    pub(super) fn grow(&mut self, slot: u32, call_id: u64, device: u32, bytes: u64, press: bool) {
         let Some(client) = self.client(slot) else { return };
         let Some(books) = self.estate.device(device) else {
             let message = format!("no device {device}: there are {}", self.estate.devices.len());
@@ -49,12 +49,13 @@ impl Owner {
         if client.calls_kept >= KEPT_CALLS {
             return self.refuse(slot, call_id, Reason::Refused, format!("{KEPT_CALLS} requests of this client are waiting"));
         }
-        let bound = Duration::from_millis(self.config.trim_timeout_ms);
+        let bound = if press { Duration::from_millis(self.config.trim_timeout_ms) } else { Duration::ZERO };
         let now = Instant::now();
         let pending = Pending {
             slot,
             call_id,
             bytes,
+            press,
             deadline: now + bound,
             widen: Some(now + bound / 2),
             asked: 0,
@@ -98,6 +99,11 @@ impl Owner {
         let mut blocked = false;
         while let Some(mut pending) = waiting.pop_front() {
             let due = pending.deadline <= now;
+            if blocked && !pending.press {
+                // Those who wait were first.
+                self.deny(&pending, device, &Denial::Arena(pending.bytes));
+                continue;
+            }
             if blocked && !due {
                 // It asks when its turn comes; until then only its deadline counts.
                 pending.widen = pending.widen.filter(|at| *at > now);
@@ -265,79 +271,72 @@ impl Owner {
     fn deny(&mut self, pending: &Pending, device: u32, denial: &Denial) {
         let (slot, asked) = (pending.slot, pending.bytes);
         self.call_over(slot);
-        self.estate.count_refusal(slot, device);
+        if pending.press {
+            self.estate.count_refusal(slot, device);
+        }
         let Some(books) = self.estate.device(device) else { return };
         let (name, row, share) = (books.served.info.id, books.row, self.estate.share(slot, device));
         let arena = (row.limit, row.reserved);
         let (reason, message, (limit, reserved)) = match denial {
             Denial::Arena(short) => {
                 let message = format!(
-                    "The arena on {name} has {} reserved of its limit of {}; {} were asked, {} too many. Held by {}.",
+                    "The arena on {name} has {} reserved of its limit of {}; {} were asked, {} too many.",
                     human(row.reserved),
                     human(row.limit),
                     human(asked),
-                    human(*short),
-                    self.holders_text(device)
+                    human(*short)
                 );
                 (Reason::OutOfMemory, message, arena)
             }
             Denial::Client(short) => {
                 let reserved = share.reserved + share.retired;
                 let message = format!(
-                    "over this client's own limit on {name}: {asked} bytes asked, {reserved} of {} bytes reserved, {short} short",
-                    share.limit
+                    "This client's own limit on {name} is {}, of which it has {} reserved; {} were asked, {} too many.",
+                    human(share.limit),
+                    human(reserved),
+                    human(asked),
+                    human(*short)
                 );
                 (Reason::OutOfMemory, message, (share.limit, reserved))
             }
             Denial::Window => {
                 let size = books.served.window_bytes;
                 let message = format!(
-                    "window exhausted on {name}: no free range of {asked} bytes in {size} bytes, of which {} bytes are taken",
-                    share.reserved + share.retired
+                    "This client's window on {name} is exhausted: no free range of {} in {}, of which {} are taken.",
+                    human(asked),
+                    human(size),
+                    human(share.reserved + share.retired)
                 );
                 (Reason::OutOfMemory, message, (size, share.reserved + share.retired))
             }
             Denial::Driver(error) if error.is_out_of_memory() => {
                 let message = format!(
-                    "{name} is full, though the arena has {} of its {} bytes: {asked} bytes asked, the driver says {error}; held by {}",
-                    row.reserved,
-                    row.limit,
-                    self.holders_text(device)
+                    "{name} is full, though the arena has {} reserved of its limit of {}; {} were asked, and the driver says {error}.",
+                    human(row.reserved),
+                    human(row.limit),
+                    human(asked)
                 );
                 (Reason::OutOfMemory, message, arena)
             }
             Denial::Driver(error) => (Reason::Internal, format!("{asked} bytes asked on {name}: {error}"), arena),
         };
-        if reason == Reason::OutOfMemory {
+        let holders = self.holders(device);
+        let message = match reason {
+            Reason::OutOfMemory => format!("{message} {}", holders::sentence(&holders)),
+            _ => message,
+        };
+        if pending.press && reason == Reason::OutOfMemory {
             self.tell_listener(slot, device, asked, (limit, reserved), true);
         }
-        let holders = self.holders(device);
         self.answer(slot, pending.call_id, Answer::Refused { reason, message, asked, limit, reserved, holders }, Vec::new());
     }
 
     /// Who has most of a device.
     fn holders(&self, device: u32) -> Vec<Holder> {
-        let mut holders: Vec<Holder> = self
-            .clients
-            .iter()
-            .flatten()
-            .map(|client| {
-                let share = self.estate.share(client.slot, device);
-                Holder { name: client.name.clone(), pid: client.pid, reserved: share.reserved + share.retired }
-            })
-            .filter(|holder| holder.reserved > 0)
-            .collect();
-        holders.sort_by_key(|holder| std::cmp::Reverse(holder.reserved));
-        holders.truncate(NAMED_HOLDERS);
-        holders
-    }
-
-    fn holders_text(&self, device: u32) -> String {
-        let holders = self.holders(device);
-        if holders.is_empty() {
-            return "nobody here".to_owned();
-        }
-        let text: Vec<String> = holders.iter().map(|h| format!("{} (pid {}): {} bytes", h.name, h.pid, h.reserved)).collect();
-        text.join(", ")
+        let holder = |client: &super::Client| {
+            let share = self.estate.share(client.slot, device);
+            Holder { name: client.name.clone(), pid: client.pid, reserved: share.reserved + share.retired }
+        };
+        holders::largest(self.clients.iter().flatten().map(holder))
     }
 }

@@ -202,6 +202,11 @@ pub enum Reason {
     Internal,
 }
 
+/// A growth that does not say otherwise.
+const fn pressing() -> bool {
+    true
+}
+
 /// What a client asks of the owner.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "kind", rename_all = "snake_case")]
@@ -213,6 +218,10 @@ pub enum Request {
         device: u32,
         /// Bytes that are needed; a multiple of the granularity. More than `chunk_bytes`: consecutive chunks, contiguous in address.
         bytes: u64,
+        /// Where there is no room: whether others are asked for what they do not use, and the answer may wait for that. Else the
+        /// answer is due at once, and nothing is counted: the client has another way first.
+        #[serde(default = "pressing")]
+        press: bool,
     },
     /// Chunks of the client's own that it has unmapped and gives back. Answer: [`Answer::Released`].
     Release {

@@ -15,7 +15,7 @@ const CONNECTIONS: u64 = 30;
 fn corpus(key: &str, window: u32, epochs: &[u64]) -> Vec<Value> {
     let epochs = epochs.to_vec();
     let calls = [
-        Request::Grow { device: 0, bytes: UNIT },
+        Request::Grow { device: 0, bytes: UNIT, press: true },
         Request::Release { epochs: epochs.clone() },
         Request::Window { window },
         Request::Import { window, epochs: epochs.clone() },

@@ -234,6 +234,6 @@ fn a_faulted_client_is_in_quarantine_until_it_ends() {
     until("it is faulted", || watcher.state_of(client.slot()) == "faulted");
     let word = watcher.control.timeline(client.slot() * TIMELINES_PER_CLIENT as u32).unwrap();
     assert_eq!((watcher.ledger().reserved, word.reached(1)), (UNIT, Reached::Never));
-    assert!(matches!(client.call(Request::Grow { device: 0, bytes: UNIT }).0, Answer::Refused { .. }));
+    assert!(matches!(client.call(Request::Grow { device: 0, bytes: UNIT, press: true }).0, Answer::Refused { .. }));
     watcher.grow(UNIT);
 }

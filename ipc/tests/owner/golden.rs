@@ -72,7 +72,7 @@ fn a_whole_conversation() {
     t.hear(&mut parent);
     t.hear(&mut worker);
 
-    t.call(&worker, 2, Request::Grow { device: 0, bytes: 4 * MIB });
+    t.call(&worker, 2, Request::Grow { device: 0, bytes: 4 * MIB, press: true });
     t.hear(&mut worker);
     t.call(&parent, 2, Request::Window { window: 2 });
     t.hear(&mut parent);
@@ -85,7 +85,7 @@ fn a_whole_conversation() {
     t.say(&parent, &serde_json::to_vec(&FromClient::Answered { ask_id: ask, bytes: 0 }).unwrap());
     t.call(&parent, 4, Request::Import { window: 2, epochs: vec![1] });
     t.hear(&mut parent);
-    t.call(&worker, 4, Request::Grow { device: 0, bytes: 512 * MIB });
+    t.call(&worker, 4, Request::Grow { device: 0, bytes: 512 * MIB, press: true });
     t.hear(&mut worker);
 
     t.call(&worker, 5, Request::Detach);

@@ -60,7 +60,7 @@ fn the_owner_of_a_gpu_has_no_context_and_gives_everything_back() {
     until("the ledger has it back", || client.ledger().reserved == 0);
     println!("SIGKILL to 8 GiB back in the ledger: {:?}", start.elapsed());
     until("the card has it back", || used_mib() < before + 64);
-    let (answer, _) = client.call(Request::Grow { device: 0, bytes: 1 << 50 });
+    let (answer, _) = client.call(Request::Grow { device: 0, bytes: 1 << 50, press: true });
     assert!(matches!(answer, Answer::Refused { .. }), "{answer:?}");
     child.kill().unwrap();
     child.wait().unwrap();

@@ -127,7 +127,7 @@ fn an_observer_only_reads() {
     assert_eq!((observer.slot(), observer.welcome.serial, observer.window()), (u32::MAX, 0, u32::MAX));
     let (Answer::Ledger { ledger }, _) = observer.call(Request::Ledger) else { panic!() };
     assert_eq!(ledger["devices"][0]["reserved"], UNIT);
-    let (Answer::Refused { reason, .. }, _) = observer.call(Request::Grow { device: 0, bytes: UNIT }) else { panic!() };
+    let (Answer::Refused { reason, .. }, _) = observer.call(Request::Grow { device: 0, bytes: UNIT, press: true }) else { panic!() };
     assert_eq!(reason, Reason::Refused);
     assert_eq!(observer.ledger().clients.len(), 1);
 }

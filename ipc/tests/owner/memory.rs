@@ -5,7 +5,7 @@ use std::os::fd::AsRawFd;
 
 use millpond_ipc::control::MAX_CLIENTS;
 use millpond_ipc::owner::Config;
-use millpond_ipc::wire::{Answer, Ask, Reason, Request, MAX_FDS};
+use millpond_ipc::wire::{Answer, Ask, Hello, Reason, Request, Role, MAX_FDS};
 
 use crate::raw::*;
 
@@ -35,7 +35,7 @@ fn a_growth_comes_in_chunks_contiguous_in_address_with_the_rest_last() {
 fn descriptors_are_of_the_right_size_and_close_on_exec() {
     let served = Served::start(config());
     let mut client = served.attach("worker");
-    let (Answer::Granted { .. }, fds) = client.call(Request::Grow { device: 0, bytes: 4 * MIB }) else { panic!() };
+    let (Answer::Granted { .. }, fds) = client.call(Request::Grow { device: 0, bytes: 4 * MIB, press: true }) else { panic!() };
     assert_eq!(rustix::fs::fstat(&fds[0]).unwrap().st_size, 4 << 20);
     assert!(rustix::io::fcntl_getfd(&fds[0]).unwrap().contains(rustix::io::FdFlags::CLOEXEC));
 }
@@ -44,7 +44,7 @@ fn descriptors_are_of_the_right_size_and_close_on_exec() {
 fn more_chunks_than_one_frame_carries_come_by_import() {
     let served = Served::start(Config { host_bytes: Some(1 << 30), chunk_bytes: Some(UNIT), ..config() });
     let mut client = served.attach("worker");
-    let (Answer::Granted { chunks }, fds) = client.call(Request::Grow { device: 0, bytes: 300 * UNIT }) else { panic!() };
+    let (Answer::Granted { chunks }, fds) = client.call(Request::Grow { device: 0, bytes: 300 * UNIT, press: true }) else { panic!() };
     assert_eq!((chunks.len(), fds.len()), (300, MAX_FDS));
     let window = client.window();
     let (Answer::Granted { chunks: rest }, fds) = client.import(window, &chunks[MAX_FDS..]) else { panic!() };
@@ -59,9 +59,9 @@ fn sizes_and_devices_that_are_none_are_refused() {
     let served = Served::start(config());
     let mut client = served.attach("worker");
     for (device, bytes) in [(0, 0), (0, 1), (0, UNIT + 1), (1, UNIT), (u32::MAX, UNIT), (0, u64::MAX)] {
-        assert_eq!(reason(&client.call(Request::Grow { device, bytes }).0), Reason::InvalidArgument, "{device} {bytes}");
+        assert_eq!(reason(&client.call(Request::Grow { device, bytes, press: true }).0), Reason::InvalidArgument, "{device} {bytes}");
     }
-    let huge = client.call(Request::Grow { device: 0, bytes: 1 << 63 }).0;
+    let huge = client.call(Request::Grow { device: 0, bytes: 1 << 63, press: true }).0;
     assert_eq!(reason(&huge), Reason::OutOfMemory);
     assert_eq!(client.ledger().reserved, 0);
 }
@@ -74,7 +74,7 @@ fn admission_is_exact_with_64_clients_racing() {
         let racer = |mut client: Raw| {
             client.say_used(u64::MAX);
             let mut granted = 0;
-            while let (Answer::Granted { .. }, _) = client.call(Request::Grow { device: 0, bytes: UNIT }) {
+            while let (Answer::Granted { .. }, _) = client.call(Request::Grow { device: 0, bytes: UNIT, press: true }) {
                 granted += UNIT;
                 assert_eq!(client.ledger_of(client.slot()).unwrap().reserved, granted);
             }
@@ -97,7 +97,7 @@ fn out_of_memory_says_asked_limit_and_holders() {
     hog.grow(250 * MIB);
     hog.say_used(u64::MAX);
     let (Answer::Refused { reason, message, asked, limit, reserved, holders }, _) =
-        client.call(Request::Grow { device: 0, bytes: 8 * MIB })
+        client.call(Request::Grow { device: 0, bytes: 8 * MIB, press: true })
     else {
         panic!()
     };
@@ -107,6 +107,32 @@ fn out_of_memory_says_asked_limit_and_holders() {
     assert_eq!(client.ledger().refusals, 1);
 }
 
+/// Whichever limit was hit: the arena's, the client's own, the window's. (The driver's: `contract_miss`.)
+#[test]
+fn every_refusal_for_lack_of_memory_names_the_holders() {
+    let (plain, narrow) = (Served::start(config()), Served::start(Config { window_factor: 1, ..config() }));
+    let cases = [(&plain, None, 512 * MIB, "of its limit"), (&plain, Some(4 * MIB), 6 * MIB, "own limit")];
+    let cases = cases.into_iter().chain([(&narrow, None, 252 * MIB, "is exhausted")]);
+    for (n, (served, own, bytes, why)) in cases.enumerate() {
+        let mut hog = served.attach(&format!("hog-{n}"));
+        hog.grow(2 * MIB);
+        hog.say_used(u64::MAX);
+        let mut client = Raw::attach(&served.socket, &Hello { limit: own, ..hello(&served.key, "late", Role::Worker) }).unwrap();
+        if why == "is exhausted" {
+            let chunks = client.grow(2 * MIB);
+            client.grow(2 * MIB);
+            client.release(&chunks);
+        }
+        let (Answer::Refused { reason, message, holders, .. }, _) = client.call(Request::Grow { device: 0, bytes, press: true }) else {
+            panic!("{why}")
+        };
+        assert!(reason == Reason::OutOfMemory && message.contains(why), "{message}");
+        let named = format!("Held by hog-{n} (pid {}): 2.00 MiB", std::process::id());
+        assert!(message.contains(&named) || message.contains(&format!(", {}", &named[8..])), "{message}");
+        assert!(holders.iter().any(|holder| holder.name == format!("hog-{n}") && holder.reserved == 2 * MIB));
+    }
+}
+
 #[test]
 fn a_clients_own_limit_holds() {
     let served = Served::start(config());
@@ -114,7 +140,9 @@ fn a_clients_own_limit_holds() {
     limited.limit = Some(4 * MIB);
     let mut client = Raw::attach(&served.socket, &limited).unwrap();
     client.grow(4 * MIB);
-    let (Answer::Refused { reason, limit, reserved, .. }, _) = client.call(Request::Grow { device: 0, bytes: UNIT }) else { panic!() };
+    let (Answer::Refused { reason, limit, reserved, .. }, _) = client.call(Request::Grow { device: 0, bytes: UNIT, press: true }) else {
+        panic!()
+    };
     assert_eq!((reason, limit, reserved), (Reason::OutOfMemory, 4 * MIB, 4 * MIB));
     assert_eq!(client.ledger_of(client.slot()).unwrap().limit, 4 * MIB);
     // Others are not held by it.
@@ -129,9 +157,11 @@ fn a_window_can_be_exhausted_by_name() {
     // Every second one is free: there is memory, but no range.
     let back: Vec<_> = chunks.iter().copied().step_by(2).collect();
     client.release(&back);
-    let (Answer::Refused { reason, message, .. }, _) = client.call(Request::Grow { device: 0, bytes: 2 * UNIT }) else { panic!() };
+    let (Answer::Refused { reason, message, .. }, _) = client.call(Request::Grow { device: 0, bytes: 2 * UNIT, press: true }) else {
+        panic!()
+    };
     assert_eq!(reason, Reason::OutOfMemory);
-    assert!(message.contains("window exhausted"), "{message}");
+    assert!(message.contains("is exhausted"), "{message}");
     assert_eq!(client.grow(UNIT)[0].offset, 0);
 }
 

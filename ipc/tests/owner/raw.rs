@@ -237,7 +237,7 @@ impl Raw {
     }
 
     pub(crate) fn grow(&mut self, bytes: u64) -> Vec<Chunk> {
-        match self.call(Request::Grow { device: 0, bytes }) {
+        match self.call(Request::Grow { device: 0, bytes, press: true }) {
             (Answer::Granted { chunks }, fds) => {
                 assert_eq!(fds.len(), chunks.len());
                 chunks

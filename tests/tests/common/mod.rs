@@ -154,7 +154,13 @@ impl Arena {
     }
 
     pub fn with(limit: u64, chunk: u64) -> Self {
+        Self::with_vars(limit, chunk, &[])
+    }
+
+    /// With more in the owner's environment.
+    pub fn with_vars(limit: u64, chunk: u64, vars: &[(&str, &str)]) -> Self {
         let mut command = again("owner");
+        command.envs(vars.iter().copied());
         command.env("MILLPOND_TEST_LIMIT", limit.to_string()).env("MILLPOND_TEST_CHUNK", chunk.to_string());
         let owner = Said::start(command);
         let line = owner.line().expect("no owner");

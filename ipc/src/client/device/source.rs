@@ -14,6 +14,7 @@ use crate::client::error::Error;
 use crate::client::fault::{self, Fault};
 use crate::client::link::Link;
 use crate::control::{Control, LiveRow};
+use crate::ledger::holders;
 use crate::wire::{self, Answer, Reason, Request, Role, MAX_FDS};
 
 /// How long growth may wait for the owner, which itself waits for others to trim, with a shorter bound.
@@ -73,15 +74,15 @@ pub(super) struct Source {
 }
 
 impl ChunkSource for Source {
-    fn grow(&self, bytes: u64) -> Result<Vec<(Chunk, OwnedFd)>, GrowError> {
-        let call = Request::Grow { device: self.device, bytes };
+    fn grow(&self, bytes: u64, press: bool) -> Result<Vec<(Chunk, OwnedFd)>, GrowError> {
+        let call = Request::Grow { device: self.device, bytes, press };
         let unreachable = |error: Error| GrowError::Unreachable(error.to_string());
         let (answer, mut fds) = self.shared.link.ask(call, GROW_TIMEOUT).map_err(unreachable)?;
         let chunks = match answer {
             Answer::Granted { chunks } => chunks,
             Answer::Refused { reason: Reason::OutOfMemory, message, limit, reserved, .. } => {
                 // A parent that listens is told by the owner, of everybody's.
-                if self.shared.role != Role::Parent {
+                if press && self.shared.role != Role::Parent {
                     self.shared.events.push("refusal", &self.id, self.shared.own.clone(), (bytes, limit, reserved));
                 }
                 return Err(GrowError::OutOfMemory { limit, reserved, detail: message });
@@ -105,6 +106,10 @@ impl ChunkSource for Source {
 
     fn give_back(&self, chunks: &[Chunk]) {
         let _ = self.shared.link.tell(Request::Release { epochs: chunks.iter().map(|chunk| chunk.epoch).collect() });
+    }
+
+    fn holders(&self) -> String {
+        holders::read(&self.shared.control, self.device)
     }
 
     fn reap(&self) {

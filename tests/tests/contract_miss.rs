@@ -1,0 +1,112 @@
+//! In which order a client that has no room looks for it, and what it says where there is none.
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
+
+mod common;
+
+use common::{Arena, Worker, MIB};
+use millpond_allocator::driver::Stream;
+use millpond_allocator::heap::HeapError;
+use millpond_ipc::client::{Client, Options, Place};
+
+const CHUNK: u64 = 32 * MIB;
+
+#[test]
+fn role() {
+    common::role();
+}
+
+/// An arena that is full: half is free in a client that does nothing, half is another's, used on its stream 1.
+fn full() -> (Arena, Worker, Worker) {
+    let arena = Arena::with(8 * CHUNK, CHUNK);
+    let (mut idle, mut busy) = (arena.worker("idle"), arena.worker("busy"));
+    for n in 0..4 {
+        idle.ok(&format!("alloc {CHUNK}"));
+        busy.ok(&format!("alloc {CHUNK} 1"));
+        assert_eq!(arena.books().0, 2 * (n + 1) * CHUNK);
+    }
+    (0..4).for_each(|n| _ = idle.ok(&format!("free {n}")));
+    (arena, idle, busy)
+}
+
+/// How often the idle one was asked to give way, with how much it has; how often the busy one was refused.
+fn seen(arena: &Arena) -> (u64, u64, u64) {
+    let (idle, busy) = (arena.row("idle").unwrap(), arena.row("busy").unwrap());
+    (idle.counts.trims, idle.reserved, busy.counts.refusals)
+}
+
+/// malloc of one block, and of one over two chunks.
+#[test]
+fn what_another_stream_has_freed_comes_before_what_an_idle_client_has() {
+    for chunks in [1, 2] {
+        let (arena, _idle, mut busy) = full();
+        busy.ok("stall 1");
+        (0..chunks).for_each(|n| _ = busy.ok(&format!("free {n}")));
+        let first = busy.number("addr 0");
+        let block = busy.number(&format!("alloc {} 2", chunks * CHUNK));
+        assert_eq!(busy.number(&format!("addr {block}")), first, "a wait on the GPU");
+        assert_eq!(seen(&arena), (0, 4 * CHUNK, 0), "nobody was asked, and nothing was refused");
+        // Nothing of its own is left in reach: now the idle one gives way.
+        busy.ok(&format!("alloc {} 2", chunks * CHUNK));
+        let (trims, left, refusals) = seen(&arena);
+        assert!(trims >= 1 && left <= (4 - chunks) * CHUNK && refusals == 0, "{trims} {left} {refusals}");
+        busy.ok("go 1");
+    }
+}
+
+#[test]
+fn where_nothing_is_in_reach_the_idle_client_gives_way_at_once() {
+    let (arena, _idle, mut busy) = full();
+    busy.ok(&format!("alloc {CHUNK} 2"));
+    let (trims, left, refusals) = seen(&arena);
+    assert!(trims == 1 && left < 4 * CHUNK && refusals == 0, "{trims} {left} {refusals}");
+}
+
+#[test]
+fn own_free_chunks_come_before_an_idle_client_s_too() {
+    let (arena, _idle, mut busy) = full();
+    // Two free chunks that are no neighbours: a block of two fits in neither.
+    busy.ok("free 0");
+    busy.ok("free 2");
+    busy.ok("sync 1");
+    busy.ok(&format!("alloc {} 1", 2 * CHUNK));
+    assert_eq!(seen(&arena), (0, 4 * CHUNK, 0), "its own went back and came again as one");
+}
+
+/// Whatever limit was hit: the client's by its owner, the process's own, the arena's, the window's.
+#[test]
+fn every_lack_of_memory_says_who_holds_what() {
+    let arena = Arena::with(8 * CHUNK, CHUNK);
+    let mut hog = arena.worker("hog");
+    hog.ok(&format!("alloc {}", 3 * CHUNK));
+    let limited = Client::attach(&Options { limit: Some(2 * CHUNK), ..arena.options("limited") }).unwrap();
+    let plain = arena.client("plain");
+    let fraction = arena.client("fraction");
+    fraction.heap(Place::Host).unwrap().set_limit(CHUNK);
+    let cases = [
+        (&limited, 3 * CHUNK, "own limit"),
+        (&fraction, 2 * CHUNK, "own limit"),
+        (&plain, 6 * CHUNK, "of its limit"),
+        (&plain, 1 << 42, ""),
+    ];
+    for (client, bytes, why) in cases {
+        let heap = client.heap(Place::Host).unwrap();
+        let kept = heap.allocate(CHUNK / 2, Stream::LEGACY).unwrap();
+        let Err(HeapError::OutOfMemory(error)) = heap.allocate(bytes, Stream::LEGACY) else { panic!("{bytes} bytes fit") };
+        let text = error.to_string();
+        assert!(text.contains(why), "{text}");
+        assert!(text.contains(&format!("hog (pid {}): 96.00 MiB", hog.said.pid())), "{text}");
+        assert!(text.contains(&format!("{} (pid {}): ", client.name(), std::process::id())), "{text}");
+        heap.free(kept).unwrap();
+        heap.allocate(CHUNK / 2, Stream::LEGACY).and_then(|addr| heap.free(addr)).unwrap();
+    }
+}
+
+#[test]
+fn a_full_device_says_who_holds_what_too() {
+    let arena =
+        Arena::with_vars(8 * CHUNK, CHUNK, &[("MILLPOND_HOST_FAIL", "create:2:2,create:3:2,create:4:2,create:5:2,create:6:2,create:7:2")]);
+    let mut hog = arena.worker("hog");
+    hog.ok(&format!("alloc {CHUNK}"));
+    let text = arena.client("late").heap(Place::Host).unwrap().allocate(CHUNK, Stream::LEGACY).unwrap_err().to_string();
+    assert!(text.contains("the driver says") && text.contains(&format!("Held by hog (pid {}): 32.00 MiB", hog.said.pid())), "{text}");
+}
