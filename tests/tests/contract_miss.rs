@@ -61,6 +61,20 @@ fn where_nothing_is_in_reach_the_idle_client_gives_way_at_once() {
     assert!(trims == 1 && left < 4 * CHUNK && refusals == 0, "{trims} {left} {refusals}");
 }
 
+/// What an idle client has freed may still be in reach of its own work when it is asked: it says that it is on its way.
+#[test]
+fn what_is_on_its_way_is_waited_for() {
+    let (arena, mut idle, mut busy) = full();
+    idle.ok("stall 3");
+    // The whole context is behind that stream now.
+    idle.ok("fill 0 7 3");
+    busy.ask(&format!("alloc {CHUNK} 2"));
+    assert_eq!(busy.answers_within(std::time::Duration::from_millis(50)), None);
+    idle.ok("go 3");
+    assert!(busy.answer().starts_with("ok"));
+    assert_eq!(seen(&arena).2, 0);
+}
+
 #[test]
 fn own_free_chunks_come_before_an_idle_client_s_too() {
     let (arena, _idle, mut busy) = full();

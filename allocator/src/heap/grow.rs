@@ -72,7 +72,7 @@ impl Heap {
     }
 
     /// What the heap itself has to say of a lack of memory, with who holds what.
-    fn with_holders(&self, detail: &str) -> String {
+    pub(super) fn with_holders(&self, detail: &str) -> String {
         let holders = self.source.holders();
         if holders.is_empty() {
             return detail.to_owned();

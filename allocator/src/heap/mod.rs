@@ -267,7 +267,7 @@ impl Heap {
 
     #[cold]
     fn larger_than_window(&self, bytes: u64, origin: Origin) -> HeapError {
-        let error = self.out_of_memory(bytes, None, "It is larger than any window.".to_owned());
+        let error = self.out_of_memory(bytes, None, self.with_holders("It is larger than any window."));
         let mut inner = self.inner.lock();
         inner.meter.out_of_memory += 1;
         inner.record_out_of_memory(bytes, 0, origin);

@@ -31,6 +31,20 @@ impl Heap {
         self.hand_back(taken)
     }
 
+    /// [`Heap::trim`] for another process that has no room: what was queued so far counts as over if it is. Returns how many bytes
+    /// went back or will, from [`Heap::tick`], when the work that can still reach them is over.
+    pub fn give_way(&self, bytes: u64) -> u64 {
+        self.glance(false);
+        let gone = self.trim(bytes);
+        gone.saturating_add(self.owed())
+    }
+
+    /// Bytes that are to go back as soon as no queued work can reach them.
+    #[must_use]
+    pub fn owed(&self) -> u64 {
+        self.inner.lock().trim_wanted
+    }
+
     /// Unmaps chunks that the heap does not know any more and gives them to the owner. Returns how many bytes that was: a
     /// chunk that cannot be unmapped is the heap's again.
     pub(super) fn hand_back(&self, taken: Vec<Chunk>) -> u64 {

@@ -94,9 +94,14 @@ impl Client {
                 self.nudged.store(true, Ordering::Release);
                 PARTING
             }
-            (false, 0) if !alone => IDLE,
+            (false, 0) if !alone && !self.owes() => IDLE,
             (false, _) => LENT,
         }
+    }
+
+    /// Whether something is to go back to the owner when work is over.
+    fn owes(&self) -> bool {
+        self.devices.iter().filter_map(Device::if_open).any(|opened| opened.heap.owed() > 0)
     }
 
     pub(super) fn tick_devices(&self) {
@@ -125,7 +130,12 @@ impl Client {
         let bytes = match ask {
             Ask::Trim { device, bytes } => {
                 self.shared.leases.reap();
-                self.device_at(*device).ok().and_then(Device::if_open).map_or(0, |opened| opened.heap.trim(*bytes))
+                let bytes = self.device_at(*device).ok().and_then(Device::if_open).map_or(0, |opened| opened.heap.give_way(*bytes));
+                if bytes > 0 {
+                    // Some of it may be on its way.
+                    self.nudge();
+                }
+                bytes
             }
             Ask::Revoke { window, epochs } => {
                 let uses = |chunk: &_| self.imports.uses(*window, chunk, None);

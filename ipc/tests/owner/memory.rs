@@ -112,14 +112,14 @@ fn out_of_memory_says_asked_limit_and_holders() {
 fn every_refusal_for_lack_of_memory_names_the_holders() {
     let (plain, narrow) = (Served::start(config()), Served::start(Config { window_factor: 1, ..config() }));
     let cases = [(&plain, None, 512 * MIB, "of its limit"), (&plain, Some(4 * MIB), 6 * MIB, "own limit")];
-    let cases = cases.into_iter().chain([(&narrow, None, 252 * MIB, "is exhausted")]);
+    let cases = cases.into_iter().chain([(&narrow, None, 200 * MIB, "is exhausted")]);
     for (n, (served, own, bytes, why)) in cases.enumerate() {
         let mut hog = served.attach(&format!("hog-{n}"));
         hog.grow(2 * MIB);
         hog.say_used(u64::MAX);
         let mut client = Raw::attach(&served.socket, &Hello { limit: own, ..hello(&served.key, "late", Role::Worker) }).unwrap();
         if why == "is exhausted" {
-            let chunks = client.grow(2 * MIB);
+            let chunks = client.grow(100 * MIB);
             client.grow(2 * MIB);
             client.release(&chunks);
         }
