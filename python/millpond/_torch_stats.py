@@ -39,12 +39,38 @@ def _stats(device):
     return nested(_native.control("stats", device=device))
 
 
-def _snapshot(mempool=None):
+def _of_pool(segments, pool):
+    """What of these segments is one pool's. A chunk may be several pools': each piece counts as a segment of its own."""
+    pieces = []
+    for segment in segments:
+        end = None
+        for block in segment["blocks"]:
+            if tuple(block["segment_pool_id"]) != pool:
+                continue
+            if end != block["address"]:
+                sizes = dict.fromkeys(("total_size", "allocated_size", "active_size", "requested_size"), 0)
+                whose = {"address": block["address"], "stream": block["stream"], "segment_pool_id": block["segment_pool_id"], "blocks": []}
+                pieces.append({**segment, **sizes, **whose})
+            piece, size, state = pieces[-1], block["size"], block["state"]
+            piece["blocks"].append(block)
+            piece["total_size"] += size
+            piece["allocated_size"] += size if state == "active_allocated" else 0
+            piece["active_size"] += size if state != "inactive" else 0
+            piece["requested_size"] += block["requested_size"]
+            end = block["address"] + size
+    return pieces
+
+
+def _snapshot(asked=None):
+    # (pool's two numbers, and since torch 2.9 whether traces are wanted); (0, 0): all that there is.
+    pool, with_traces = tuple(asked or (0, 0))[:2], tuple(asked or ())[2:] != (False,)
     segments, traces = [], []
     for device in range(torch.cuda.device_count()):
         history = _torch_trace.History(device)
         segments += history.fill(_native.control("snapshot", device=device))
-        traces.append(history.trace)
+        traces.append(history.trace if with_traces else [])
+    if pool != (0, 0):
+        segments = _of_pool(segments, pool)
     return {"segments": segments, "device_traces": traces, "allocator_settings": {}, "external_annotations": []}
 
 

@@ -84,6 +84,49 @@ print("fine")
     assert out.endswith("fine")
 
 
+def test_a_snapshot_of_one_pool_has_its_pieces_alone():
+    """Chunks may be several pools'; torch's `memory_snapshot(mempool_id)` has that pool's segments."""
+    from millpond import _torch_stats
+
+    def block(address, size, state, pool, stream=5):
+        used = size - 1 if state == "active_allocated" else 0
+        return {"address": address, "size": size, "state": state, "requested_size": used, "segment_pool_id": list(pool), "stream": stream}
+
+    mine, other, none = (4, 1), (4, 2), (0, 0)
+    blocks = [
+        block(100, 10, "active_allocated", mine),
+        block(110, 20, "inactive", mine),
+        block(130, 30, "active_allocated", none, 9),
+        block(160, 40, "active_awaiting_free", mine),
+    ]
+    whole = {"device": 0, "address": 100, "total_size": 100, "stream": 9, "segment_pool_id": [0, 0], "frames": ["f"], "blocks": blocks}
+    others = {**whole, "address": 500, "blocks": [block(500, 10, "inactive", other)]}
+    first, second = _torch_stats._of_pool([whole, others], mine)
+    sizes = ("address", "total_size", "allocated_size", "active_size", "requested_size", "stream", "segment_pool_id")
+    assert [first[key] for key in sizes] == [100, 30, 10, 10, 9, 5, [4, 1]] and first["blocks"] == blocks[:2]
+    assert [second[key] for key in sizes] == [160, 40, 0, 40, 0, 5, [4, 1]] and second["blocks"] == blocks[3:]
+    assert (first["device"], first["frames"]) == (0, ["f"]) and whole["total_size"] == 100, "the chunk itself is as it was"
+    assert _torch_stats._of_pool([whole, others], (9, 9)) == []
+
+
+def test_snapshots_by_pool_and_without_traces():
+    run(
+        """
+memory._record_memory_history(max_entries=1000, stacks="python")
+kept = innermost(3000)
+everything = memory._snapshot()["segments"]
+(segment,) = everything
+assert (segment["stream"], segment["segment_pool_id"]) == (0, [0, 0])
+assert all((b["stream"], b["segment_pool_id"]) == (0, [0, 0]) for b in segment["blocks"])
+for asked in (None, (0, 0), (0, 0, True), (0, 0, False)):
+    found = torch._C._cuda_memorySnapshot(asked)
+    assert found["segments"] == everything and bool(found["device_traces"][0]) == (asked != (0, 0, False)), asked
+for asked in ((7, 0), (7, 0, True)):
+    assert torch._C._cuda_memorySnapshot(asked)["segments"] == []
+"""
+    )
+
+
 def test_the_arguments_mean_what_torch_means_by_them():
     run(
         """

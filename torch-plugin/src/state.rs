@@ -18,8 +18,8 @@ const FAST: usize = 16;
 
 static CLIENT: RwLock<Option<Arc<Client>>> = RwLock::new(None);
 static ATTACHING: Mutex<()> = Mutex::new(());
-/// Heaps by GPU ordinal. What is put here is never freed: frees may come after everything else has ended.
-static HEAPS: [AtomicPtr<Heap>; FAST] = [const { AtomicPtr::new(null_mut()) }; FAST];
+/// Heaps by GPU ordinal, behind the host's (-1). What is put here is never freed: frees may come after everything else has ended.
+static HEAPS: [AtomicPtr<Heap>; FAST + 1] = [const { AtomicPtr::new(null_mut()) }; FAST + 1];
 static FORKED: AtomicBool = AtomicBool::new(false);
 /// Frees of addresses that were no live block.
 pub static FOREIGN_FREES: AtomicU64 = AtomicU64::new(0);
@@ -122,7 +122,7 @@ fn claim_process() -> Result<()> {
 /// [`ApiError::NotAttached`] and a client's own.
 #[inline]
 pub fn heap(ordinal: i32) -> Result<&'static Heap> {
-    let slot = usize::try_from(ordinal).ok().and_then(|n| HEAPS.get(n));
+    let slot = slot_of(ordinal);
     if let Some(slot) = slot {
         let heap = slot.load(Ordering::Acquire);
         if !heap.is_null() {
@@ -147,6 +147,10 @@ fn open(ordinal: i32, slot: Option<&AtomicPtr<Heap>>) -> Result<&'static Heap> {
     Ok(unsafe { &*heap })
 }
 
+fn slot_of(ordinal: i32) -> Option<&'static AtomicPtr<Heap>> {
+    usize::try_from(ordinal.wrapping_add(1)).ok().and_then(|n| HEAPS.get(n))
+}
+
 /// The heap in whose window an address lies: that of the given GPU, of another, or the host's.
 #[must_use]
 pub fn heap_of(addr: u64, ordinal: i32) -> Option<&'static Heap> {
@@ -155,14 +159,14 @@ pub fn heap_of(addr: u64, ordinal: i32) -> Option<&'static Heap> {
         // SAFETY: null or leaked.
         unsafe { heap.as_ref() }.filter(|heap: &&'static Heap| heap.window().offset_of(addr).is_some())
     };
-    let first = usize::try_from(ordinal).ok().and_then(|n| HEAPS.get(n)).and_then(here);
+    let first = slot_of(ordinal).and_then(here);
     first.or_else(|| HEAPS.iter().find_map(here))
 }
 
 /// The heap of a GPU if malloc has used it.
 #[must_use]
 pub fn heap_if_open(ordinal: usize) -> Option<&'static Heap> {
-    let heap = HEAPS.get(ordinal)?.load(Ordering::Acquire);
+    let heap = HEAPS.get(ordinal.checked_add(1)?)?.load(Ordering::Acquire);
     // SAFETY: null or leaked.
     unsafe { heap.as_ref() }
 }

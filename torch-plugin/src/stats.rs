@@ -70,7 +70,37 @@ fn block(view: &BlockView) -> Value {
         (_, true) => "active_awaiting_free",
         _ => "inactive",
     };
-    json!({"address": view.addr, "size": view.bytes, "requested_size": view.requested, "state": state, "pins": view.pins, "frames": []})
+    json!({
+        "address": view.addr,
+        "size": view.bytes,
+        "requested_size": view.requested,
+        "state": state,
+        "pins": view.pins,
+        "stream": stream(view),
+        "segment_pool_id": pool(view),
+        "frames": [],
+    })
+}
+
+/// The stream's number, as the trace has it; that of the legacy stream, 0, where it is everybody's.
+fn stream(view: &BlockView) -> u64 {
+    view.stream.map_or(0, |id| id.0)
+}
+
+fn pool(view: &BlockView) -> [u64; 2] {
+    view.pool.map_or([0, 0], |pool| [pool.graph, pool.user])
+}
+
+/// What most of the bytes of a chunk that are in use have, or most of its bytes where none are. torch's segments are one stream's
+/// and one pool's; of our chunks every block says it for itself.
+fn most<T: Ord + Copy>(blocks: &[BlockView], of: fn(&BlockView) -> T) -> Option<T> {
+    let mut sums: BTreeMap<T, (u64, u64)> = BTreeMap::new();
+    for block in blocks {
+        let (active, all) = sums.entry(of(block)).or_default();
+        *active += if block.used || block.pending { block.bytes } else { 0 };
+        *all += block.bytes;
+    }
+    sums.into_iter().max_by_key(|(_, bytes)| *bytes).map(|(value, _)| value)
 }
 
 /// The list of segments of `torch.cuda.memory_snapshot`.
@@ -86,13 +116,101 @@ pub fn segments(heap: &Heap) -> Value {
             "allocated_size": sum(|b| b.used),
             "active_size": sum(|b| b.used || b.pending),
             "requested_size": region.blocks.iter().map(|b| b.requested).sum::<u64>(),
-            "stream": 0,
+            "stream": most(&region.blocks, stream).unwrap_or(0),
             "segment_type": "large",
-            "segment_pool_id": [0, 0],
+            "segment_pool_id": most(&region.blocks, pool).unwrap_or([0, 0]),
             "is_expandable": false,
             "frames": [],
             "blocks": region.blocks.iter().map(block).collect::<Vec<_>>(),
         })
     };
     Value::Array(heap.regions().iter().map(segment).collect())
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, clippy::panic)]
+mod tests {
+    use std::sync::Arc;
+
+    use millpond_allocator::driver::host::{HostConfig, HostDriver, HostPlatform};
+    use millpond_allocator::driver::{Access, Driver, Stream};
+    use millpond_allocator::heap::{HeapConfig, LocalSource, PoolId};
+    use millpond_allocator::window::Window;
+
+    use super::*;
+
+    const MIB: u64 = 1 << 20;
+    const CHUNK: u64 = 8 * MIB;
+
+    fn heap(platform: &HostPlatform) -> (Arc<HostDriver>, Heap) {
+        let driver = platform.driver(0).unwrap();
+        driver.attach_context().unwrap();
+        let config = HeapConfig { chunk_bytes: CHUNK, min_growth: CHUNK, own_chunk: CHUNK, ..HeapConfig::default() };
+        let source = Arc::new(LocalSource::new(driver.clone(), 1 << 30, CHUNK));
+        let window = Window::reserve(driver.clone(), 1 << 30, Access::ReadWrite).unwrap();
+        (driver.clone(), Heap::new(driver, window, source, None, None, config))
+    }
+
+    /// (address, size, stream, pool, state) of every segment, and of every block.
+    type Seen = (u64, u64, u64, [u64; 2], String);
+
+    fn seen(value: &Value) -> Seen {
+        let number = |key: &str| value[key].as_u64().unwrap();
+        let pool = value["segment_pool_id"].as_array().unwrap().iter().map(|n| n.as_u64().unwrap()).collect::<Vec<_>>();
+        let size = value.get("size").or(value.get("total_size")).unwrap().as_u64().unwrap();
+        (number("address"), size, number("stream"), pool.try_into().unwrap(), value["state"].as_str().unwrap_or_default().to_owned())
+    }
+
+    fn snapshot(heap: &Heap) -> (Vec<Seen>, Vec<Seen>) {
+        let segments = segments(heap);
+        let all = segments.as_array().unwrap();
+        let blocks = all.iter().flat_map(|segment| segment["blocks"].as_array().unwrap());
+        (all.iter().map(seen).collect(), blocks.map(seen).collect())
+    }
+
+    fn find(all: &[Seen], addr: u64) -> &Seen {
+        all.iter().rfind(|seen| seen.0 <= addr).unwrap()
+    }
+
+    #[test]
+    fn every_block_and_every_segment_says_whose_it_is() {
+        let platform = HostPlatform::new(HostConfig { total_bytes: Some(1 << 30), ..HostConfig::default() });
+        let (driver, heap) = heap(&platform);
+        let streams = [Stream::LEGACY, driver.stream_create().unwrap(), driver.stream_create().unwrap()];
+        let number = |stream| driver.stream_id(stream).unwrap().0;
+        let plain: Vec<u64> = streams.iter().map(|stream| heap.allocate(CHUNK, *stream).unwrap()).collect();
+        assert_eq!(number(streams[0]), 0);
+        let pool = PoolId { graph: 7, user: 3 };
+        heap.begin_pool(pool);
+        driver.begin_capture(streams[1]).unwrap();
+        let (small, whole) = (heap.allocate(2 * MIB, streams[1]).unwrap(), heap.allocate(2 * CHUNK, streams[1]).unwrap());
+        let gone = heap.allocate(CHUNK, streams[1]).unwrap();
+        heap.free(gone).unwrap();
+        driver.end_capture(streams[1]).unwrap();
+        heap.end_pool(pool);
+        // What the capture did not need of its chunk is everybody's, and most of it in use now.
+        let rest = heap.allocate(4 * MIB, streams[2]).unwrap();
+
+        let (segments, blocks) = snapshot(&heap);
+        assert_eq!(find(&segments, rest), find(&segments, small));
+        let allocated = "active_allocated".to_owned();
+        for (stream, addr) in streams.iter().zip(&plain) {
+            let expected = (*addr, CHUNK, number(*stream), [0, 0], allocated.clone());
+            assert_eq!(find(&blocks, *addr), &expected);
+            assert_eq!(find(&segments, *addr), &(*addr, CHUNK, number(*stream), [0, 0], String::new()));
+        }
+        let (one, two) = (number(streams[1]), number(streams[2]));
+        assert_eq!(find(&blocks, small), &(small, 2 * MIB, one, [7, 3], allocated.clone()));
+        assert_eq!(find(&blocks, whole), &(whole, 2 * CHUNK, one, [7, 3], allocated.clone()));
+        assert_eq!(find(&blocks, gone), &(gone, CHUNK, one, [7, 3], "inactive".to_owned()), "private, though nobody uses it");
+        assert_eq!(find(&blocks, rest), &(rest, 4 * MIB, two, [0, 0], allocated));
+        assert_eq!(find(&segments, whole), &(whole, 2 * CHUNK, one, [7, 3], String::new()));
+        assert_eq!(find(&segments, gone), &(gone, CHUNK, one, [7, 3], String::new()));
+        let mixed = find(&segments, small);
+        assert_eq!((mixed.2, mixed.3), (two, [0, 0]), "most of what is in use there");
+
+        heap.release_pool(pool);
+        let (_, blocks) = snapshot(&heap);
+        assert!(blocks.iter().all(|block| block.3 == [0, 0]), "{blocks:?}");
+    }
 }
