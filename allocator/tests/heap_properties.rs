@@ -3,218 +3,22 @@
 //! A spy stands between the heap and the driver. It sees every event and every wait, so it knows what each stream's next work
 //! comes after; the test knows which streams are stalled. From both follows, for bytes that were freed, whose work on them may
 //! still be to come. A block over such bytes is a fault, and so is an unmapped one.
+//!
+//! Streams are captured too, two at once at most. What a capture was given is in reach of its graphs' replays, on whatever stream
+//! and whenever, until its pool is released: only captures of that pool may be given it again. No call of the heap may end a capture.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
 mod heap_lab;
 
 use std::collections::HashMap;
-use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::{Arc, Mutex};
 
+use heap_lab::spy::{Clock, Past, Spy};
 use heap_lab::{check_views, heap_over, CHUNK, CONFIG, MIB};
-use millpond_allocator::driver::host::{HostConfig, HostDriver, HostPlatform, Stall};
-use millpond_allocator::driver::{
-    Access, Addr, Capture, DeviceInfo, Driver, Event, MemInfo, Memory, PointerInfo, Result, Stream, StreamId,
-};
-use millpond_allocator::heap::{HeapConfig, HeapError, Pin};
+use millpond_allocator::driver::host::{HostConfig, HostGraph, HostPlatform, Stall};
+use millpond_allocator::driver::{Addr, Driver, Stream};
+use millpond_allocator::heap::{Heap, HeapConfig, HeapError, Pin, PoolId};
 use proptest::prelude::*;
-
-/// For each stream, how much of its work something comes after.
-type Clock = HashMap<Stream, u64>;
-
-fn join(into: &mut Clock, other: &Clock) {
-    for (stream, position) in other {
-        let known = into.entry(*stream).or_default();
-        *known = (*known).max(*position);
-    }
-}
-
-/// Bytes that were in use, and by whom up to where.
-#[derive(Debug, Clone)]
-struct Past {
-    addr: Addr,
-    bytes: u64,
-    users: Vec<(Stream, u64)>,
-}
-
-#[derive(Debug, Default)]
-struct Model {
-    /// How much work was queued on each stream.
-    position: Clock,
-    /// What the next work of each stream comes after.
-    after: HashMap<Stream, Clock>,
-    /// What each event stands for.
-    events: HashMap<Event, Clock>,
-    /// Where each stream waits for others, and for what.
-    waits: Vec<(Stream, u64, Clock)>,
-    /// Where each stream is stalled.
-    stalled: Vec<(Stream, u64)>,
-    past: Vec<Past>,
-    faults: Vec<String>,
-}
-
-impl Model {
-    fn push(&mut self, stream: Stream) -> u64 {
-        let position = self.position.entry(stream).or_default();
-        *position += 1;
-        let position = *position;
-        self.after.entry(stream).or_default().insert(stream, position);
-        position
-    }
-
-    /// Whether a stream's first `position` pieces of work may have run.
-    fn may_be_done(&self, stream: Stream, position: u64) -> bool {
-        let stalled = self.stalled.iter().any(|(at, from)| *at == stream && *from <= position);
-        let waits = self.waits.iter().filter(|(at, from, _)| *at == stream && *from <= position);
-        // A wait is for earlier work, so this ends.
-        !stalled && waits.flat_map(|(_, _, clock)| clock).all(|(other, at)| *other == stream || self.may_be_done(*other, *at))
-    }
-
-    fn in_reach(&self, addr: Addr, bytes: u64, of: Option<Stream>) -> Option<(&Past, Stream)> {
-        let over = self.past.iter().filter(|past| past.addr < addr + bytes && addr < past.addr + past.bytes);
-        let knows = |user: Stream, position: u64| of.is_some_and(|of| self.after.get(&of).and_then(|c| c.get(&user)) >= Some(&position));
-        let mut users = over.flat_map(|past| past.users.iter().map(move |user| (past, *user)));
-        users
-            .find(|(_, (user, position))| !knows(*user, *position) && !self.may_be_done(*user, *position))
-            .map(|(past, (user, _))| (past, user))
-    }
-}
-
-#[derive(Debug)]
-struct Spy {
-    driver: Arc<HostDriver>,
-    model: Mutex<Model>,
-}
-
-impl Driver for Spy {
-    fn event_record(&self, event: Event, stream: Stream) -> Result<()> {
-        let mut model = self.model.lock().unwrap();
-        model.push(stream);
-        let clock = model.after[&stream].clone();
-        model.events.insert(event, clock);
-        self.driver.event_record(event, stream)
-    }
-    fn event_record_context(&self, event: Event) -> Result<()> {
-        let mut model = self.model.lock().unwrap();
-        let everything = model.position.clone();
-        model.events.insert(event, everything);
-        self.driver.event_record_context(event)
-    }
-    fn stream_wait_event(&self, stream: Stream, event: Event) -> Result<()> {
-        let mut model = self.model.lock().unwrap();
-        let clock = model.events.get(&event).cloned().unwrap_or_default();
-        let position = model.push(stream);
-        join(model.after.entry(stream).or_default(), &clock);
-        model.waits.push((stream, position, clock));
-        self.driver.stream_wait_event(stream, event)
-    }
-    fn unmap(&self, addr: Addr, bytes: u64) -> Result<()> {
-        let mut model = self.model.lock().unwrap();
-        if let Some((past, user)) = model.in_reach(addr, bytes, None) {
-            let fault = format!("{addr:#x}+{bytes} was unmapped while {user:?} may use {past:?}");
-            model.faults.push(fault);
-        }
-        self.driver.unmap(addr, bytes)
-    }
-
-    fn device(&self) -> &DeviceInfo {
-        self.driver.device()
-    }
-    fn is_host(&self) -> bool {
-        true
-    }
-    fn attach_context(&self) -> Result<()> {
-        self.driver.attach_context()
-    }
-    fn mem_info(&self) -> Result<MemInfo> {
-        self.driver.mem_info()
-    }
-    fn create(&self, bytes: u64) -> Result<Memory> {
-        self.driver.create(bytes)
-    }
-    fn export(&self, memory: Memory) -> Result<OwnedFd> {
-        self.driver.export(memory)
-    }
-    fn import(&self, fd: BorrowedFd<'_>, bytes: u64) -> Result<Memory> {
-        self.driver.import(fd, bytes)
-    }
-    fn release(&self, memory: Memory) -> Result<()> {
-        self.driver.release(memory)
-    }
-    fn reserve(&self, bytes: u64, hint: Addr) -> Result<Addr> {
-        self.driver.reserve(bytes, hint)
-    }
-    fn unreserve(&self, addr: Addr, bytes: u64) -> Result<()> {
-        self.driver.unreserve(addr, bytes)
-    }
-    fn map(&self, addr: Addr, bytes: u64, memory: Memory) -> Result<()> {
-        self.driver.map(addr, bytes, memory)
-    }
-    fn set_access(&self, addr: Addr, bytes: u64, access: Access) -> Result<()> {
-        self.driver.set_access(addr, bytes, access)
-    }
-    fn pointer_info(&self, addr: Addr) -> Result<Option<PointerInfo>> {
-        self.driver.pointer_info(addr)
-    }
-    fn stream_create(&self) -> Result<Stream> {
-        self.driver.stream_create()
-    }
-    fn stream_destroy(&self, stream: Stream) -> Result<()> {
-        self.driver.stream_destroy(stream)
-    }
-    fn stream_id(&self, stream: Stream) -> Result<StreamId> {
-        self.driver.stream_id(stream)
-    }
-    fn stream_synchronize(&self, stream: Stream) -> Result<()> {
-        // The heap's last resort: here nothing would ever end a stall.
-        let model = self.model.lock().unwrap();
-        let position = model.position.get(&stream).copied().unwrap_or_default();
-        if !model.may_be_done(stream, position) {
-            let result = millpond_allocator::driver::CuResult::NOT_READY;
-            return Err(millpond_allocator::driver::DriverError::Call { call: "stream_synchronize", result });
-        }
-        drop(model);
-        self.driver.stream_synchronize(stream)
-    }
-    fn stream_query(&self, stream: Stream) -> Result<bool> {
-        self.driver.stream_query(stream)
-    }
-    fn stream_capture(&self, stream: Stream) -> Result<Capture> {
-        self.driver.stream_capture(stream)
-    }
-    fn copy(&self, dst: Addr, src: Addr, bytes: u64, stream: Stream) -> Result<()> {
-        self.driver.copy(dst, src, bytes, stream)
-    }
-    fn fill(&self, dst: Addr, byte: u8, bytes: u64, stream: Stream) -> Result<()> {
-        self.driver.fill(dst, byte, bytes, stream)
-    }
-    fn event_create(&self) -> Result<Event> {
-        self.driver.event_create()
-    }
-    fn event_destroy(&self, event: Event) -> Result<()> {
-        self.driver.event_destroy(event)
-    }
-    fn event_query(&self, event: Event) -> Result<bool> {
-        self.driver.event_query(event)
-    }
-    #[allow(unsafe_code)]
-    unsafe fn host_register(&self, ptr: *mut u8, bytes: usize) -> Result<Addr> {
-        // SAFETY: passed on.
-        unsafe { self.driver.host_register(ptr, bytes) }
-    }
-    fn host_address(&self, ptr: *mut u8) -> Result<Addr> {
-        self.driver.host_address(ptr)
-    }
-    fn host_unregister(&self, ptr: *mut u8) -> Result<()> {
-        self.driver.host_unregister(ptr)
-    }
-    fn write_value(&self, stream: Stream, word: Addr, value: u64) -> Result<()> {
-        self.driver.write_value(stream, word, value)
-    }
-    fn wait_value(&self, stream: Stream, word: Addr, value: u64) -> Result<()> {
-        self.driver.wait_value(stream, word, value)
-    }
-}
 
 #[derive(Debug, Clone, Copy)]
 enum Step {
@@ -259,6 +63,24 @@ enum Step {
     Limit {
         chunks: u64,
     },
+    /// A capture begins; `torch` knows it as one of a pool.
+    Capture {
+        stream: usize,
+        pool: u64,
+    },
+    /// It ends, well or not.
+    EndCapture {
+        capture: usize,
+        spoilt: bool,
+    },
+    Replay {
+        graph: usize,
+        stream: usize,
+    },
+    /// A graph is gone: with the last, its pool.
+    Drop {
+        graph: usize,
+    },
 }
 
 fn step() -> impl Strategy<Value = Step> {
@@ -281,6 +103,17 @@ fn step() -> impl Strategy<Value = Step> {
     ]
 }
 
+fn graph_step() -> impl Strategy<Value = Step> {
+    let (stream, pick) = (0usize..4, 0usize..64);
+    prop_oneof![
+        32 => step(),
+        4 => (stream.clone(), 0u64..3).prop_map(|(stream, pool)| Step::Capture { stream, pool }),
+        4 => (pick.clone(), prop::bool::weighted(0.1)).prop_map(|(capture, spoilt)| Step::EndCapture { capture, spoilt }),
+        4 => (pick.clone(), stream).prop_map(|(graph, stream)| Step::Replay { graph, stream }),
+        2 => pick.prop_map(|graph| Step::Drop { graph }),
+    ]
+}
+
 #[derive(Debug)]
 struct Block {
     addr: Addr,
@@ -289,6 +122,96 @@ struct Block {
     users: Vec<Stream>,
     pins: u32,
     freed: bool,
+    /// The pool that it was captured for.
+    pool: Option<PoolId>,
+}
+
+/// What torch knows of captures.
+#[derive(Default)]
+struct Graphs {
+    captures: Vec<(Stream, PoolId)>,
+    graphs: Vec<(HostGraph, PoolId)>,
+    /// Up to where each stream has replayed graphs of each pool.
+    replays: HashMap<PoolId, Clock>,
+}
+
+impl Graphs {
+    fn pool_of(&self, stream: Stream) -> Option<PoolId> {
+        self.captures.iter().find(|(at, _)| *at == stream).map(|(_, pool)| *pool)
+    }
+
+    /// Another thread begins each, as torch's would: one that begins a second capture has lost the first. It allocates before others
+    /// do, which tells the heap whose capture its stream is in.
+    fn begin(&mut self, heap: &Heap, spy: &Spy, stream: Stream, graph: u64) {
+        let pool = PoolId { graph, user: 0 };
+        if self.captures.len() == 2 || self.captures.iter().any(|(at, other)| *at == stream || *other == pool) {
+            return;
+        }
+        let begin = || {
+            heap.begin_pool(pool);
+            spy.driver.begin_capture(stream).unwrap();
+            spy.model.lock().unwrap().capturing.push(stream);
+            if let Ok(addr) = heap.allocate(512, stream) {
+                heap.free(addr).unwrap();
+                let mut model = spy.model.lock().unwrap();
+                assert_eq!((model.pool_at(addr, 512, Some(pool)), model.in_reach(addr, 512, None).is_some()), (None, false));
+                model.private.push((pool, addr, 512));
+            }
+        };
+        std::thread::scope(|scope| scope.spawn(begin).join().unwrap());
+        self.captures.push((stream, pool));
+    }
+
+    fn end(&mut self, heap: &Heap, spy: &Spy, capture: usize, spoilt: bool) {
+        if self.captures.is_empty() {
+            return;
+        }
+        let (stream, pool) = self.captures.remove(capture % self.captures.len());
+        if spoilt {
+            spy.driver.stream_synchronize(stream).unwrap_err();
+        }
+        let graph = spy.driver.end_capture(stream);
+        spy.model.lock().unwrap().capturing.retain(|at| *at != stream);
+        heap.end_pool(pool);
+        match graph {
+            Ok(graph) => self.graphs.push((graph, pool)),
+            Err(_) => {
+                assert!(spoilt, "the heap ended a capture");
+                self.release(heap, spy, pool);
+            }
+        }
+    }
+
+    fn replay(&mut self, spy: &Spy, graph: usize, stream: Stream) {
+        if self.graphs.is_empty() || self.pool_of(stream).is_some() {
+            return;
+        }
+        let (graph, pool) = &self.graphs[graph % self.graphs.len()];
+        let position = spy.model.lock().unwrap().push(stream);
+        spy.driver.replay(graph, stream).unwrap();
+        self.replays.entry(*pool).or_default().insert(stream, position);
+    }
+
+    fn drop_one(&mut self, heap: &Heap, spy: &Spy, graph: usize) {
+        if !self.graphs.is_empty() {
+            let (_, pool) = self.graphs.swap_remove(graph % self.graphs.len());
+            self.release(heap, spy, pool);
+        }
+    }
+
+    /// With its last graph a pool's bytes are in reach of the replays that were, and of nothing else.
+    fn release(&mut self, heap: &Heap, spy: &Spy, pool: PoolId) {
+        heap.release_pool(pool);
+        let uses = self.graphs.iter().map(|(_, pool)| pool).chain(self.captures.iter().map(|(_, pool)| pool));
+        if uses.filter(|other| **other == pool).count() > 0 {
+            return;
+        }
+        let users: Vec<(Stream, u64)> = self.replays.remove(&pool).into_iter().flatten().collect();
+        let mut model = spy.model.lock().unwrap();
+        let (gone, kept) = std::mem::take(&mut model.private).into_iter().partition::<Vec<_>, _>(|(of, ..)| *of == pool);
+        model.private = kept;
+        model.past.extend(gone.into_iter().map(|(_, addr, bytes)| Past { addr, bytes, users: users.clone() }));
+    }
 }
 
 fn run(steps: &[Step], config: HeapConfig, context_events: bool) {
@@ -303,6 +226,7 @@ fn run(steps: &[Step], config: HeapConfig, context_events: bool) {
     let mut blocks: Vec<Block> = Vec::new();
     let mut pins: Vec<(Pin, Addr)> = Vec::new();
     let mut stalls: Vec<(Stall, Stream)> = Vec::new();
+    let mut graphs = Graphs::default();
     for step in steps {
         match *step {
             Step::Allocate { stream, bytes } => {
@@ -312,20 +236,31 @@ fn run(steps: &[Step], config: HeapConfig, context_events: bool) {
                         for other in &blocks {
                             assert!(other.addr + other.bytes <= addr || addr + bytes <= other.addr, "{other:?} and {bytes} at {addr:#x}");
                         }
+                        let pool = graphs.pool_of(stream);
                         let mut model = spy.model.lock().unwrap();
-                        if let Some((past, user)) = model.in_reach(addr, bytes, Some(stream)) {
-                            panic!("{stream:?} got {bytes} at {addr:#x}, which {user:?} may still touch: {past:?}");
+                        // A graph may be replayed on any stream, so what it is given nobody may touch any more.
+                        if let Some((past, user)) = model.in_reach(addr, bytes, Some(stream).filter(|_| pool.is_none())) {
+                            panic!("{stream:?} got {bytes} at {addr:#x} for {pool:?}, which {user:?} may still touch: {past:?}");
                         }
-                        model.push(stream);
+                        assert_eq!(model.pool_at(addr, bytes, pool), None, "{stream:?} got {bytes} at {addr:#x} for {pool:?}");
+                        match pool {
+                            Some(pool) => model.private.push((pool, addr, bytes)),
+                            None => _ = model.push(stream),
+                        }
                         drop(model);
+                        if pool.is_some() {
+                            driver.fill(addr, 7, bytes.min(64), stream).unwrap();
+                        }
                         let size = heap.block_at(addr + bytes - 1).unwrap().1;
                         assert!(size >= bytes);
-                        blocks.push(Block { addr, bytes, users: vec![stream], pins: 0, freed: false });
+                        blocks.push(Block { addr, bytes, users: vec![stream], pins: 0, freed: false, pool });
                     }
                     Err(HeapError::OutOfMemory(figures)) => {
                         let live: u64 = blocks.iter().map(|block| block.bytes).sum();
-                        // Of a stream that does not come back some is lost where the context is not recorded.
-                        assert!(!context_events || live + bytes > CHUNK, "{bytes} of {live} live: {figures}");
+                        // Of a stream that does not come back some is lost where the context is not recorded. A capture keeps it
+                        // from being recorded, and graphs keep bytes.
+                        let graphs = !graphs.captures.is_empty() || !graphs.graphs.is_empty();
+                        assert!(graphs || !context_events || live + bytes > CHUNK, "{bytes} of {live} live: {figures}");
                     }
                     Err(error) => panic!("{error}"),
                 }
@@ -340,6 +275,8 @@ fn run(steps: &[Step], config: HeapConfig, context_events: bool) {
                     }
                 }
             }
+            Step::Churn { stream, .. } | Step::Record { stream, .. } | Step::Stall { stream } | Step::Renew { stream }
+                if graphs.pool_of(streams[stream]).is_some() => {}
             Step::Churn { stream, frees } => {
                 let stream = streams[stream];
                 let mut held: HashMap<Addr, u64> = HashMap::new();
@@ -349,6 +286,7 @@ fn run(steps: &[Step], config: HeapConfig, context_events: bool) {
                     let Ok(addr) = heap.allocate(bytes, stream) else { break };
                     heap.free(addr).unwrap();
                     let mut model = spy.model.lock().unwrap();
+                    assert_eq!(model.pool_at(addr, bytes, None), None, "{stream:?} got {bytes} at {addr:#x}");
                     if let Some((past, user)) = model.in_reach(addr, bytes, Some(stream)) {
                         panic!("{stream:?} got {bytes} at {addr:#x}, which {user:?} may still touch: {past:?}");
                     }
@@ -357,7 +295,7 @@ fn run(steps: &[Step], config: HeapConfig, context_events: bool) {
                     *most = (*most).max(bytes);
                 }
                 for (addr, bytes) in held {
-                    retire(&spy, Block { addr, bytes, users: vec![stream], pins: 0, freed: true });
+                    retire(&spy, Block { addr, bytes, users: vec![stream], pins: 0, freed: true, pool: None });
                 }
             }
             Step::Record { block, stream, interior } => {
@@ -429,6 +367,10 @@ fn run(steps: &[Step], config: HeapConfig, context_events: bool) {
             Step::EmptyCache => _ = heap.empty_cache(),
             Step::Tick => heap.tick(),
             Step::Limit { chunks } => source.set_limit(chunks * CHUNK),
+            Step::Capture { stream, pool } => graphs.begin(&heap, &spy, streams[stream], pool),
+            Step::EndCapture { capture, spoilt } => graphs.end(&heap, &spy, capture, spoilt),
+            Step::Replay { graph, stream } => graphs.replay(&spy, graph, streams[stream]),
+            Step::Drop { graph } => graphs.drop_one(&heap, &spy, graph),
         }
         assert_eq!(spy.model.lock().unwrap().faults, Vec::<String>::new());
         let allocated: u64 = blocks.iter().filter(|block| !block.freed).map(|block| block.bytes).sum();
@@ -436,12 +378,18 @@ fn run(steps: &[Step], config: HeapConfig, context_events: bool) {
         check_views(&heap, &source);
         assert_eq!(driver.misuse(), 0);
     }
+    while !graphs.captures.is_empty() {
+        graphs.end(&heap, &spy, 0, false);
+    }
     drop(stalls);
     for stream in &streams {
         driver.stream_synchronize(*stream).unwrap();
     }
     spy.model.lock().unwrap().stalled.clear();
     heap.set_context_events(true);
+    while !graphs.graphs.is_empty() {
+        graphs.drop_one(&heap, &spy, 0);
+    }
     pins.into_iter().for_each(|(pin, _)| heap.unpin(pin));
     blocks.iter().filter(|block| !block.freed).for_each(|block| heap.free(block.addr).unwrap());
     heap_lab::until("everything to come back", || {
@@ -455,7 +403,9 @@ fn run(steps: &[Step], config: HeapConfig, context_events: bool) {
 /// Nobody holds the block any more.
 fn retire(spy: &Spy, block: Block) {
     let mut model = spy.model.lock().unwrap();
-    let users = block.users.iter().map(|user| (*user, model.position.get(user).copied().unwrap_or_default())).collect();
+    // While its pool is private no replay is known to be the last: that is noted when the pool is released.
+    let own = usize::from(block.pool.is_some());
+    let users = block.users.iter().skip(own).map(|user| (*user, model.position.get(user).copied().unwrap_or_default())).collect();
     model.past.push(Past { addr: block.addr, bytes: block.bytes, users });
 }
 
@@ -474,5 +424,20 @@ proptest! {
     #[test]
     fn nor_does_it_where_chunks_are_exchanged(steps in prop::collection::vec(step(), 1..120)) {
         run(&steps, HeapConfig { min_growth: 2 * MIB, own_chunk: 2 * MIB, ..CONFIG }, true);
+    }
+
+    #[test]
+    fn nor_gets_anybody_what_a_replay_may_touch(steps in prop::collection::vec(graph_step(), 1..120)) {
+        run(&steps, CONFIG, true);
+    }
+
+    #[test]
+    fn nor_where_chunks_are_exchanged_beside_graphs(steps in prop::collection::vec(graph_step(), 1..120)) {
+        run(&steps, HeapConfig { min_growth: 2 * MIB, own_chunk: 2 * MIB, ..CONFIG }, true);
+    }
+
+    #[test]
+    fn nor_where_no_event_covers_the_context_beside_graphs(steps in prop::collection::vec(graph_step(), 1..120)) {
+        run(&steps, CONFIG, false);
     }
 }

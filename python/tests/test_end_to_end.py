@@ -539,6 +539,17 @@ malloc.argtypes, malloc.restype = (ctypes.c_size_t, ctypes.c_int, ctypes.c_void_
 free.argtypes, free.restype = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p), None
 HOST = -1
 
+def ends(block):
+    first = min(size, 512)
+    return (block, first), (block + size - first, first)
+
+def mark(block, byte):
+    for at, count in ends(block):
+        ctypes.memset(at, byte, count)
+
+def is_marked(block, byte):
+    return all(ctypes.string_at(at, count) == bytes([byte]) * count for at, count in ends(block))
+
 def live():
     stats = _native.control("stats", device=HOST)
     return [stats.get(name + ".all.current", 0) for name in ("allocation", "allocated_bytes", "requested_bytes", "active")]
@@ -549,15 +560,14 @@ for size in (1, 512, 513, 4096, 1 << 20, (3 << 20) + 5, 40 << 20):
     for wrong in (0, 1, size // 2, size - 1, size + 1, 2 * size, 512, 1 << 21, 1 << 40, 2**64 - 1):
         for device, stream in ((HOST, None), (HOST, 1), (HOST, 12345678), (0, None), (7, None), (1 << 20, None)):
             block, right = malloc(size, HOST, None), malloc(size, HOST, None)
-            ctypes.memset(left, 1, size), ctypes.memset(block, 2, size), ctypes.memset(right, 3, size)
+            mark(left, 1), mark(block, 2), mark(right, 3)
             free(block, wrong, device, stream)
             now = live()
             assert now[0] == before[0] + 2 and now[2] == before[2] + 2 * size, (size, wrong, device, now, before)
             again = malloc(size, HOST, None)
             assert again == block, (size, wrong, "the whole block, and at once")
-            ctypes.memset(again, 4, size)
-            for neighbour, byte in ((left, 1), (right, 3)):
-                assert ctypes.string_at(neighbour, size) == bytes([byte]) * size, (size, wrong)
+            mark(again, 4)
+            assert is_marked(left, 1) and is_marked(right, 3), (size, wrong)
             free(again, wrong, device, stream), free(right, wrong, device, stream)
     free(left, 0, HOST, None)
     assert live() == before, (size, live(), before)

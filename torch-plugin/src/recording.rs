@@ -2,6 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
+use millpond_allocator::driver::StreamId;
 use millpond_allocator::record::{self, Event, Kind};
 use millpond_ipc::client::recording_file;
 use millpond_ipc::trace::{read, write_chrome, Chrome, Process};
@@ -98,7 +99,7 @@ fn row(process: &Process, event: &Event) -> Option<Value> {
         _ => return None,
     };
     let pending = event.flags & Event::PENDING != 0;
-    Some(json!([action, event.addr, event.bytes, event.stream, process.wall(event.time) / 1000, event.stack, pending]))
+    Some(json!([action, event.addr, event.bytes, StreamId(event.stream).shown(), process.wall(event.time) / 1000, event.stack, pending]))
 }
 
 /// Merges the recordings of a folder into one file for Perfetto.

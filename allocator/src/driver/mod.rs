@@ -49,6 +49,17 @@ impl Stream {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct StreamId(pub u64);
 
+impl StreamId {
+    /// Set in the identity of a stream that is known by its handle alone: while it captures, it may not be asked.
+    pub const BY_HANDLE: u64 = 1 << 63;
+
+    /// The number to show: the driver's own, or the handle of a stream that was seen capturing.
+    #[must_use]
+    pub const fn shown(self) -> u64 {
+        self.0 & !Self::BY_HANDLE
+    }
+}
+
 /// An event without timing.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Event(pub u64);

@@ -412,7 +412,7 @@ const fn is_legacy(stream: Stream) -> bool {
 
 /// The identity of a stream while it captures: its handle, told from ids by a bit that those do not reach.
 fn captured(stream: Stream) -> StreamId {
-    StreamId(stream.0 | 1 << 63)
+    StreamId(stream.0 | StreamId::BY_HANDLE)
 }
 
 /// One call of malloc.
