@@ -6,7 +6,7 @@ import sys
 import tempfile
 import threading
 
-from harness import Parent, Skip, at_once, check, equal, raises, test, until
+from harness import Parent, Skip, at_once, check, equal, raises, test, until, worker
 
 MIB, GIB = 1 << 20, 1 << 30
 #: Some tenths of a second of a spinning kernel at about 2 GHz.
@@ -59,6 +59,61 @@ def out_of_memory():
     check("2.00 GiB" in text or "2147483648" in text, "the message does not say what was asked:", text)
     check("imit" in text, "the message does not say the limit:", text)
     return {"message": text[:700], "in_operator": str(e)[:300]}
+
+
+@worker
+def holder_of(conn, nbytes):
+    import torch
+
+    kept = empty(torch, int(nbytes))
+    conn.send(kept.numel())
+    conn.recv(timeout=60)
+
+
+@test()
+def out_of_memory_names_the_other_holder():
+    """torch.OutOfMemoryError says by name and pid who else holds memory: at the arena's limit, and at this process's own fraction."""
+    p = Parent(limit="2GiB")
+    torch = p.torch
+    conn = p.worker(holder_of, GIB)
+    equal(conn.recv(timeout=60), GIB)
+    named = f"holder_of (pid {conn.process.pid}): 1.0"
+    at_limit = str(raises(torch.OutOfMemoryError, empty, torch, GIB + GIB // 2))
+    check(named in at_limit, at_limit)
+    kept = empty(torch, 64 * MIB)
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction(128 * MIB / total)
+    own = str(raises(torch.OutOfMemoryError, empty, torch, 512 * MIB))
+    check("own limit" in own and named in own and f"(pid {os.getpid()}): " in own, own)
+    torch.cuda.set_per_process_memory_fraction(1.0)
+    check(float(empty(torch, 512 * MIB).fill_(1)[-1]) == 1 and kept.numel() == 64 * MIB, "all works on")
+    conn.send("go")
+    p.close()
+    return {"message": at_limit[-300:]}
+
+
+@test()
+def snapshot_says_whose_a_block_is():
+    """Streams and pools of blocks in torch.cuda.memory_snapshot(): a side stream's, a graph's private ones until it is gone."""
+    p = Parent()
+    torch = p.torch
+    side = torch.cuda.Stream()
+    kept = empty(torch, 64 * MIB)
+    with torch.cuda.stream(side):
+        other = empty(torch, 64 * MIB)
+
+    def block(t):
+        return next(b for s in torch.cuda.memory_snapshot() for b in s["blocks"] if b["address"] == t.data_ptr())
+
+    equal((block(kept)["stream"], tuple(block(kept)["segment_pool_id"])), (0, (0, 0)))
+    check(block(other)["stream"] != 0, "a side stream's block:", block(other))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        made = kept + 1
+    equal(tuple(block(made)["segment_pool_id"]), tuple(graph.pool()))
+    del graph
+    equal(tuple(block(made)["segment_pool_id"]), (0, 0), "its graph is gone")
+    p.close()
 
 
 @test()

@@ -72,7 +72,7 @@ fn a_whole_conversation() {
     t.hear(&mut parent);
     t.hear(&mut worker);
 
-    t.call(&worker, 2, Request::Grow { device: 0, bytes: 4 * MIB, press: true });
+    t.call(&worker, 2, Request::Grow { device: 0, bytes: 4 * MIB, press: false });
     t.hear(&mut worker);
     t.call(&parent, 2, Request::Window { window: 2 });
     t.hear(&mut parent);
