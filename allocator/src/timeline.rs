@@ -195,7 +195,19 @@ impl Timelines {
     /// # Errors
     /// [`TimelineError::Capturing`], or what the driver says; then no value was assigned.
     pub fn signal(&self, stream: Stream) -> Result<Signal, TimelineError> {
-        let id = self.driver.stream_identity(stream)?.ok_or(TimelineError::Capturing)?;
+        self.signal_as(stream, self.identify(stream)?)
+    }
+
+    /// Who a stream is.
+    fn identify(&self, stream: Stream) -> Result<StreamId, TimelineError> {
+        self.driver.stream_identity(stream)?.ok_or(TimelineError::Capturing)
+    }
+
+    /// [`Timelines::signal`] for a caller that has just asked who the stream is, by [`Driver::stream_identity`]: one driver call.
+    ///
+    /// # Errors
+    /// What the driver says.
+    pub fn signal_as(&self, stream: Stream, id: StreamId) -> Result<Signal, TimelineError> {
         // Assigning the value and queueing its write are one step, so that values never go back.
         let mut inner = self.inner.lock();
         let (timeline, shared) = match inner.streams.get(&id) {
@@ -226,12 +238,29 @@ impl Timelines {
     /// # Errors
     /// [`TimelineError::Dead`] if it never will be, [`TimelineError::Capturing`], or what the driver says.
     pub fn wait(&self, stream: Stream, signal: Signal) -> Result<bool, TimelineError> {
-        match self.reached(signal)? {
-            Reached::Yes => return Ok(false),
-            Reached::Never => return Err(TimelineError::Dead(signal)),
-            Reached::No => {}
+        if self.is_met(signal)? {
+            return Ok(false);
         }
-        let id = self.driver.stream_identity(stream)?.ok_or(TimelineError::Capturing)?;
+        self.wait_as(stream, self.identify(stream)?, signal)
+    }
+
+    /// Whether a signal needs no wait.
+    fn is_met(&self, signal: Signal) -> Result<bool, TimelineError> {
+        match self.reached(signal)? {
+            Reached::Yes => Ok(true),
+            Reached::Never => Err(TimelineError::Dead(signal)),
+            Reached::No => Ok(false),
+        }
+    }
+
+    /// [`Timelines::wait`] for a caller that has just asked who the stream is, by [`Driver::stream_identity`]: one driver call, or none.
+    ///
+    /// # Errors
+    /// [`TimelineError::Dead`], or what the driver says.
+    pub fn wait_as(&self, stream: Stream, id: StreamId, signal: Signal) -> Result<bool, TimelineError> {
+        if self.is_met(signal)? {
+            return Ok(false);
+        }
         let mut inner = self.inner.lock();
         // The stream stands behind as much already: one wait serves a message of many tensors.
         if inner.waits.get(&id).is_some_and(|before| before.timeline == signal.timeline && before.value >= signal.value) {

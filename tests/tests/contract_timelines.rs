@@ -75,6 +75,45 @@ fn one_signal_serves_a_message() {
     assert_eq!((frame["ready"].as_array().unwrap().len(), frame["tensors"].as_array().unwrap().len()), (1, 20));
 }
 
+/// One write for READY, one wait for it, one write for DONE, and once in each call who the stream is. Nothing else, nothing for the
+/// tensor's size, and nothing at all to let go.
+#[test]
+fn a_warm_hand_off_asks_the_driver_for_one_write_one_wait_and_one_write() {
+    use millpond_allocator::driver::host::HostCall::{StreamCapture, StreamId, WaitValue, WriteValue};
+    let arena = Arena::new();
+    let (a, b) = (arena.client("a"), arena.client("b"));
+    let (to_b, to_a) = common::channels(&a, &b);
+    let (ours, theirs) = (a.driver(Place::Host).unwrap(), b.driver(Place::Host).unwrap());
+    let (stream, other) = (ours.stream_create().unwrap(), theirs.stream_create().unwrap());
+    let on_other = |_: &_| Some(other);
+    let options = ReceiveOptions { stream: &on_other, ..plainly(false) };
+    for bytes in [4096, 48 * MIB] {
+        let addr = a.heap(Place::Host).unwrap().allocate(bytes, stream).unwrap();
+        let outgoing = Outgoing { addr, bytes, place: Place::Host, stream: Some(stream), import: None, read_only: false, way: Way::Found };
+        let hand_over = || {
+            a.send(&to_b, tree(), &[outgoing], None).unwrap();
+            let message = b.receive(&to_a, &options).unwrap();
+            b.release(message.tensors[0].import).unwrap();
+        };
+        // Mapped, its timelines known, and no READY yet that the CPU could see: the waits are queued.
+        let stall = ours.host().unwrap().stall(stream);
+        hand_over();
+        [&ours, &theirs].into_iter().for_each(|driver| driver.host().unwrap().note_calls());
+        hand_over();
+        assert_eq!(ours.host().unwrap().take_calls(), [StreamCapture, StreamId, WriteValue], "READY");
+        // The DONE is that of the one before: it comes with the next call that is handed the stream.
+        assert_eq!(theirs.host().unwrap().take_calls(), [StreamCapture, StreamId, WaitValue, WriteValue], "READY, DONE");
+        stall.release();
+        common::eventually("the leases end", || a.leases() == 0);
+        assert_eq!(
+            (ours.host().unwrap().take_calls(), theirs.host().unwrap().take_calls()),
+            (vec![], vec![]),
+            "to acknowledge costs no call"
+        );
+        a.free(addr).unwrap();
+    }
+}
+
 /// A replay would signal again; and to ask a capturing stream who it is ends its capture, on a GPU too.
 #[test]
 fn nothing_is_sent_or_taken_in_a_capture_and_the_capture_goes_on() {

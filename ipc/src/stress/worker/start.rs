@@ -78,6 +78,7 @@ fn start() -> Result<(), String> {
         ops: 0,
         transfers: 0,
         die_at,
+        due: false,
         said: Instant::now(),
         place,
         draining: false,
@@ -87,7 +88,7 @@ fn start() -> Result<(), String> {
     while !draining.load(Ordering::Acquire) {
         worker.turn().map_err(text)?;
     }
-    worker.die_at = u64::MAX;
+    (worker.die_at, worker.due) = (u64::MAX, false);
     worker.draining = true;
     while !stdin.is_finished() {
         worker.drain().map_err(text)?;
