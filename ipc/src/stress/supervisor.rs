@@ -252,11 +252,10 @@ impl Supervisor<'_> {
                 if let (Some((slot, serial)), Some(pidfd)) = (slot_of(&line), pidfd.take_if(|_| line.starts_with("at "))) {
                     mourn(observer.clone(), sender.clone(), id, pidfd, slot, serial);
                 }
-                let moment = line.strip_prefix("due ").and_then(|text| text.parse().ok()).map(Duration::from_micros);
+                let due = line == "due";
                 let _ = sender.send(Heard::Line(id, line));
                 // From here, not from where all are heard: it is about microseconds.
-                if let Some((moment, victim)) = moment.zip(victim.as_ref()) {
-                    std::thread::sleep(moment);
+                if let Some(victim) = victim.as_ref().filter(|_| due) {
                     let _ = pidfd_send_signal(victim, Signal::KILL);
                 }
             }

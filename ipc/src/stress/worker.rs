@@ -29,8 +29,10 @@ pub(super) const MEANT: i32 = 86;
 pub(super) const BETWEEN: &CStr = c"between";
 /// Of those who die, so many are killed from outside, in percent.
 const FROM_OUTSIDE: u64 = 33;
-/// And at most so many microseconds after they are in a call: it takes the supervisor as long to hear of it.
-const MOMENT: u64 = 60;
+/// Around one of so many calls that come next.
+const NEXT: u64 = 12;
+/// Which they begin at most so many microseconds after the supervisor was told: about as long as it needs.
+const MOMENT: u64 = 100;
 /// The most blocks that others may hold before a worker waits with more.
 const LENT: usize = 48;
 
@@ -56,8 +58,8 @@ struct Worker {
     ops: u64,
     transfers: u64,
     die_at: u64,
-    /// To be killed from outside, in the next call.
-    due: bool,
+    /// To be killed from outside, after so many more calls.
+    due: Option<u64>,
     said: Instant,
     place: Place,
     /// Nothing new is made or passed on any more: what is on its way comes to its end.
@@ -90,10 +92,19 @@ impl Worker {
 
     /// A call of the library: the thread has its name meanwhile, by which the supervisor sees where it was killed.
     fn call<T>(&mut self, name: &CStr, call: impl FnOnce(&mut Self) -> T) -> T {
+        self.due = match self.due {
+            Some(0) => {
+                let moment = Duration::from_micros(self.dice.below(MOMENT));
+                say("due");
+                let now = Instant::now();
+                while now.elapsed() < moment {
+                    std::hint::spin_loop();
+                }
+                None
+            }
+            due => due.map(|calls| calls - 1),
+        };
         let _ = rustix::thread::set_name(name);
-        if std::mem::take(&mut self.due) {
-            say(&format!("due {}", self.dice.below(MOMENT)));
-        }
         let result = call(self);
         let _ = rustix::thread::set_name(BETWEEN);
         result
@@ -102,7 +113,7 @@ impl Worker {
     fn die(&mut self) {
         say(&format!("p {} {}", self.ops, self.transfers));
         if self.dice.percent(FROM_OUTSIDE) {
-            (self.due, self.die_at) = (true, u64::MAX);
+            (self.due, self.die_at) = (Some(self.dice.below(NEXT)), u64::MAX);
             return;
         }
         match self.dice.below(4) {

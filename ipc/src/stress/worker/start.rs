@@ -78,7 +78,7 @@ fn start() -> Result<(), String> {
         ops: 0,
         transfers: 0,
         die_at,
-        due: false,
+        due: None,
         said: Instant::now(),
         place,
         draining: false,
@@ -88,7 +88,7 @@ fn start() -> Result<(), String> {
     while !draining.load(Ordering::Acquire) {
         worker.turn().map_err(text)?;
     }
-    (worker.die_at, worker.due) = (u64::MAX, false);
+    (worker.die_at, worker.due) = (u64::MAX, None);
     worker.draining = true;
     while !stdin.is_finished() {
         worker.drain().map_err(text)?;
