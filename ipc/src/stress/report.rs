@@ -31,8 +31,8 @@ pub struct Report {
     pub transfers: u64,
     /// Workers that died as they were to.
     pub kills: u64,
-    /// Those of them that were killed from outside, soon after their operation, wherever they were then.
-    pub kills_from_outside: u64,
+    /// Those of them that a timer killed, at a moment that the seed drew, wherever they were then.
+    pub timed_kills: u64,
     /// Those of these that were inside a call of the library, by its name.
     pub killed_inside: BTreeMap<String, u64>,
     /// Values that were not what was sent.

@@ -9,7 +9,7 @@ use std::sync::mpsc::{channel, Receiver, Sender};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use rustix::process::{kill_process, pidfd_open, pidfd_send_signal, Pid, PidfdFlags, Signal};
+use rustix::process::{kill_process, pidfd_open, Pid, PidfdFlags, Signal};
 
 use super::count::mourn;
 use super::pace::kill_every;
@@ -42,7 +42,7 @@ pub(super) struct Life {
     ops: u64,
     transfers: u64,
     idle: bool,
-    /// It is killed from outside, if it is.
+    /// A timer kills it.
     due: bool,
     pub(super) over: bool,
 }
@@ -246,18 +246,12 @@ impl Supervisor<'_> {
         let observer = self.observer.clone();
         let pidfd = i32::try_from(child.id()).ok().and_then(Pid::from_raw).and_then(|pid| pidfd_open(pid, PidfdFlags::empty()).ok());
         std::thread::spawn(move || {
-            let victim = pidfd.as_ref().and_then(|pidfd| pidfd.try_clone().ok());
             let mut pidfd = pidfd;
             for line in stdout.into_iter().flat_map(|out| BufReader::new(out).lines()).map_while(Result::ok) {
                 if let (Some((slot, serial)), Some(pidfd)) = (slot_of(&line), pidfd.take_if(|_| line.starts_with("at "))) {
                     mourn(observer.clone(), sender.clone(), id, pidfd, slot, serial);
                 }
-                let due = line == "due";
                 let _ = sender.send(Heard::Line(id, line));
-                // From here, not from where all are heard: it is about microseconds.
-                if let Some(victim) = victim.as_ref().filter(|_| due) {
-                    let _ = pidfd_send_signal(victim, Signal::KILL);
-                }
             }
             let _ = sender.send(Heard::End(id));
         });
@@ -350,7 +344,7 @@ impl Supervisor<'_> {
         match (meant, status.success() && life.idle) {
             (true, _) if self.options.kill_every_ops != Some(0) => {
                 self.report.kills += 1;
-                self.report.kills_from_outside += u64::from(due);
+                self.report.timed_kills += u64::from(due);
                 if let Some(call) = Some(inside.trim()).filter(|name| due && !BETWEEN.to_bytes().eq(name.as_bytes())) {
                     *self.report.killed_inside.entry(call.to_owned()).or_default() += 1;
                 }

@@ -1,5 +1,5 @@
 //! One worker: allocates, fills, hands on, looks, writes in place, lets go; and dies when its number is up: by itself between two
-//! calls, or by the supervisor's hand, as a rule within one.
+//! calls, or by a timer, as a rule within one.
 #![allow(unsafe_code)] // ending in ways that no library offers
 
 mod start;
@@ -27,12 +27,12 @@ const BOUND: Duration = Duration::from_secs(15);
 pub(super) const MEANT: i32 = 86;
 /// The name of a thread that is in no call of the library.
 pub(super) const BETWEEN: &CStr = c"between";
-/// Of those who die, so many are killed from outside, in percent.
-const FROM_OUTSIDE: u64 = 33;
-/// Around one of so many calls that come next.
+/// Of those who die, so many are killed by a timer, in percent.
+const BY_TIMER: u64 = 33;
+/// In one of so many calls that come next.
 const NEXT: u64 = 12;
-/// Which they begin at most so many microseconds after the supervisor was told: about as long as it needs.
-const MOMENT: u64 = 100;
+/// At most so many nanoseconds after it has begun, if it takes as long.
+const MOMENT: u64 = 30_000;
 /// The most blocks that others may hold before a worker waits with more.
 const LENT: usize = 48;
 
@@ -58,7 +58,7 @@ struct Worker {
     ops: u64,
     transfers: u64,
     die_at: u64,
-    /// To be killed from outside, after so many more calls.
+    /// To be killed by a timer, after so many more calls.
     due: Option<u64>,
     said: Instant,
     place: Place,
@@ -77,6 +77,23 @@ fn say(line: &str) {
     }
 }
 
+/// SIGKILL from the kernel, in so many nanoseconds, wherever this process is then.
+fn kill_in(nanoseconds: u64) {
+    // SAFETY: plain data, for which zeroes are a value.
+    let (mut event, mut when): (libc::sigevent, libc::itimerspec) = unsafe { (std::mem::zeroed(), std::mem::zeroed()) };
+    (event.sigev_notify, event.sigev_signo) = (libc::SIGEV_SIGNAL, libc::SIGKILL);
+    when.it_value.tv_nsec = nanoseconds as libc::c_long;
+    let mut timer = std::ptr::null_mut();
+    // SAFETY: the kernel writes the timer and reads the others; they live until it has.
+    let set = unsafe {
+        libc::timer_create(libc::CLOCK_MONOTONIC, &raw mut event, &raw mut timer) == 0
+            && libc::timer_settime(timer, 0, &raw const when, std::ptr::null_mut()) == 0
+    };
+    if !set {
+        say(&format!("odd no timer: {}", std::io::Error::last_os_error()));
+    }
+}
+
 impl Worker {
     /// One operation; the one at which this worker dies is any of them.
     fn op(&mut self) {
@@ -92,19 +109,15 @@ impl Worker {
 
     /// A call of the library: the thread has its name meanwhile, by which the supervisor sees where it was killed.
     fn call<T>(&mut self, name: &CStr, call: impl FnOnce(&mut Self) -> T) -> T {
+        let _ = rustix::thread::set_name(name);
         self.due = match self.due {
             Some(0) => {
-                let moment = Duration::from_micros(self.dice.below(MOMENT));
                 say("due");
-                let now = Instant::now();
-                while now.elapsed() < moment {
-                    std::hint::spin_loop();
-                }
+                kill_in(1 + self.dice.below(MOMENT));
                 None
             }
             due => due.map(|calls| calls - 1),
         };
-        let _ = rustix::thread::set_name(name);
         let result = call(self);
         let _ = rustix::thread::set_name(BETWEEN);
         result
@@ -112,7 +125,7 @@ impl Worker {
 
     fn die(&mut self) {
         say(&format!("p {} {}", self.ops, self.transfers));
-        if self.dice.percent(FROM_OUTSIDE) {
+        if self.dice.percent(BY_TIMER) {
             (self.due, self.die_at) = (Some(self.dice.below(NEXT)), u64::MAX);
             return;
         }
