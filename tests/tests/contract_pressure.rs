@@ -7,7 +7,9 @@ use common::{block, eventually, link, plainly, tree, Arena, BOUND, MIB};
 use millpond_allocator::driver::Stream;
 use millpond_allocator::heap::HeapError;
 use millpond_ipc::client::{Error, Outgoing, Place, Way};
+use millpond_ipc::owner::Config;
 use std::sync::Barrier;
+use std::time::{Duration, Instant};
 
 #[test]
 fn role() {
@@ -182,4 +184,23 @@ fn idle_clients_give_way() {
     a.ok("free 0");
     b.ok(&format!("alloc {}", 192 * MIB));
     assert!(arena.row("a").unwrap().reserved <= 64 * MIB);
+}
+
+#[test]
+fn a_stopped_client_delays_nobody_beyond_the_bound() {
+    let arena = Arena::with(256 * MIB, 32 * MIB);
+    let (mut a, mut b) = (arena.worker("a"), arena.worker("b"));
+    a.ok(&format!("alloc {}", 192 * MIB));
+    a.ok("free 0");
+    a.said.signal(libc::SIGSTOP);
+    let start = Instant::now();
+    b.fails("OutOfMemory", &format!("alloc {}", 192 * MIB));
+    let took = start.elapsed();
+    let bound = Duration::from_millis(Config::default().trim_timeout_ms);
+    assert!(took >= bound, "it was not asked, or not waited for: {took:?}");
+    assert!(took < bound + Duration::from_secs(2), "{took:?}");
+    // What there is without it is had at once, and the rest when it goes on.
+    b.ok(&format!("alloc {}", 32 * MIB));
+    a.said.signal(libc::SIGCONT);
+    b.ok(&format!("alloc {}", 192 * MIB));
 }

@@ -69,6 +69,7 @@ pub(super) fn run() -> ! {
         gates,
         stalls: HashMap::new(),
     };
+    signals::install();
     say("attached");
     for line in std::io::stdin().lock().lines().map_while(Result::ok) {
         match worker.command(&line) {
@@ -426,18 +427,12 @@ impl Worker {
                     }
                 }
             }
-            "die" => match words.text()? {
-                // SAFETY: no arguments but a number.
-                "exit" => unsafe { libc::_exit(3) },
-                _ => {
-                    // SAFETY: the default action ends the process, as a store to an unmapped page would.
-                    unsafe {
-                        libc::signal(libc::SIGSEGV, libc::SIG_DFL);
-                        libc::raise(libc::SIGSEGV);
-                    }
-                    done
-                }
-            },
+            // The tender takes nothing up any more, until `hear`: whoever asks this process for something waits. Everything else goes on.
+            "deaf" => signals::deafen("millpond-tend").map(|()| String::new()).map_err(wrong),
+            "hear" => {
+                signals::hear();
+                done
+            }
             other => Err(wrong(format!("no command {other:?}"))),
         }
     }
