@@ -5,7 +5,7 @@ mod common;
 
 use std::time::Duration;
 
-use common::{eventually, fds_of, is_all, link, plainly, send_late, tree, Arena, Worker, BOUND, MIB};
+use common::{eventually, fds_of, is_all, link, plainly, send_late, tree, Arena, BOUND, MIB};
 use millpond_ipc::client::{Client, Error, Options, Place};
 use millpond_ipc::wire::Role;
 
@@ -134,15 +134,17 @@ fn a_chunk_of_which_a_part_is_lent_is_the_owners_whole() {
     let (mut a, mut b, mut c) = (arena.worker("a"), arena.worker("b"), arena.worker("c"));
     let (ab, ba) = link(&mut a, &mut b);
     let (ac, ca) = link(&mut a, &mut c);
-    // Of a chunk of 32 MiB: one that is lent, one that is not.
-    a.ok(&format!("alloc {MIB}"));
-    a.ok("fill 0 5");
-    a.ok(&format!("alloc {MIB}"));
-    a.ok(&format!("send {ab} 0"));
-    a.ok(&format!("send {ac} 0"));
+    // Of one chunk a part is lent, of the other nothing.
+    for block in 0..2 {
+        a.ok(&format!("alloc {}", 32 * MIB));
+        a.ok(&format!("fill {block} 5"));
+    }
+    for channel in [ab, ac] {
+        a.ok(&format!("sendpart {channel} 0 {} {MIB}", 7 * MIB));
+    }
     b.ok(&format!("recv {ba}"));
     c.ok(&format!("recv {ca} lazy"));
-    assert_eq!(arena.books(), (32 * MIB, 0, 0));
+    assert_eq!((arena.books(), arena.row("a").unwrap().chunks), ((64 * MIB, 0, 0), 2));
     a.die("kill");
     let whole = (32 * MIB, 0, 32 * MIB);
     eventually("it is the owner's", || arena.books() == whole);

@@ -53,8 +53,8 @@ const STEPS: [Step; 10] = [
     Step::Unimport,
 ];
 
-/// A chunk of the arena.
-const CHUNK: u64 = 32 * MIB;
+/// What a heap grows by at first, in one chunk.
+const CHUNK: u64 = 24 * MIB;
 
 /// A step, and what is done there.
 #[derive(Debug, Clone, Copy)]
@@ -296,7 +296,7 @@ impl Beside {
                 let import = d.number(&format!("recv {dc}"));
                 d.ok(&format!("check {import} {byte}"));
                 d.ok(&format!("release {import}"));
-                let large = c.number(&format!("alloc {}", CHUNK + MIB));
+                let large = c.number(&format!("alloc {}", 40 * MIB));
                 c.ok(&format!("free {large}"));
                 c.ok("trim");
                 assert_eq!(d.number("idle 1"), 0, "a wait for the living is released");

@@ -148,7 +148,7 @@ fn a_reader_whose_context_dies_keeps_what_its_work_could_reach_until_it_ends() {
     common::eventually("the ledger says so", || arena.row("b").is_some_and(|row| row.state == "faulted"));
     a.fails("Timeout", "waitdone 0 - 50");
     assert_eq!(a.number("leases"), 1, "it has not let go");
-    b.fails("Refused", &format!("alloc {MIB}"));
+    b.fails("DriverUnavailable", &format!("alloc {MIB}"));
     // It lets go, but there is no telling when its work is over.
     b.ok("release 0");
     a.fails("Timeout", "waitdone 0 - 50");

@@ -88,7 +88,7 @@ impl Owner {
 
     fn answered(&mut self, slot: u32, ask_id: u64, bytes: u64) {
         match self.client_mut(slot).and_then(|client| client.asked.remove(&ask_id)) {
-            Some(Asked::Trim(device)) => self.trimmed(slot, device, bytes),
+            Some(Asked::Trim(device, _)) => self.trimmed(slot, device, bytes),
             Some(Asked::Revoke(epochs)) if bytes == 0 => self.unmapped(slot, &epochs),
             // It will say `unmapped` when it no longer maps them.
             Some(Asked::Revoke(_)) => {}

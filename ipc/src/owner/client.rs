@@ -2,6 +2,7 @@
 
 use std::collections::HashMap;
 use std::os::fd::OwnedFd;
+use std::time::Instant;
 
 use super::link::Link;
 use super::policy::Policy;
@@ -11,8 +12,8 @@ use crate::wire::{Peer, Role};
 /// What a client was asked.
 #[derive(Debug)]
 pub(super) enum Asked {
-    /// To give memory of a device back.
-    Trim(u32),
+    /// To give memory of a device back, and when that was.
+    Trim(u32, Instant),
     /// To drop these chunks of others.
     Revoke(Vec<u64>),
 }
@@ -70,6 +71,15 @@ impl Client {
 
     pub(super) fn peer(&self) -> Peer {
         Peer { client: self.slot, serial: self.serial, name: self.name.clone(), pid: self.pid }
+    }
+
+    /// Since when it owes an answer about memory of a device.
+    pub(super) fn owes_trim(&self, device: u32) -> Option<Instant> {
+        let trims = self.asked.values().filter_map(|asked| match asked {
+            Asked::Trim(of, since) if *of == device => Some(*since),
+            _ => None,
+        });
+        trims.min()
     }
 
     /// Whether a peer's text means this client: its name, `parent`, or its slot.

@@ -185,6 +185,7 @@ impl Owner {
         if pending.awaited != 0 && !all {
             return;
         }
+        let bound = Duration::from_millis(self.config.trim_timeout_ms);
         let mut slack = self.slack(device, pending);
         slack.sort_by_key(|(_, bytes)| std::cmp::Reverse(*bytes));
         let mut covered = 0_u64;
@@ -192,13 +193,17 @@ impl Owner {
             if covered >= short && !all {
                 break;
             }
+            let owes = self.client(slot).and_then(|client| client.owes_trim(device));
+            // Who let the whole bound pass is stuck: until it has answered, nobody waits for it again.
+            if owes.is_some_and(|since| now.saturating_duration_since(since) >= bound) {
+                continue;
+            }
             covered = covered.saturating_add(bytes);
             pending.awaited |= 1 << slot;
-            let is_trim = |asked: &Asked| matches!(asked, Asked::Trim(of) if *of == device);
             // Who has not answered the last one is not asked again: a stopped client must not drown in questions.
-            if !self.client(slot).is_some_and(|client| client.asked.values().any(is_trim)) {
+            if owes.is_none() {
                 pending.asked |= 1 << slot;
-                self.ask(slot, Ask::Trim { device, bytes: bytes.min(short) }, Asked::Trim(device));
+                self.ask(slot, Ask::Trim { device, bytes: bytes.min(short) }, Asked::Trim(device, now));
             }
         }
     }

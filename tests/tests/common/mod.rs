@@ -293,8 +293,11 @@ impl Worker {
     /// Ends the child that it forked, if there is one.
     pub fn end_child(&mut self) {
         if let Some(child) = self.child.take() {
-            // SAFETY: a child of our child, or a grandchild that init has not seen end: it only pauses.
+            // SAFETY: a child of our child, alive until here: it only pauses.
             unsafe { libc::kill(child, libc::SIGKILL) };
+            // Whoever inherited it may reap it late; what it had open is closed by then.
+            let stat = || std::fs::read_to_string(format!("/proc/{child}/stat")).unwrap_or_default();
+            wait_for(|| stat().rsplit(')').next().unwrap_or_default().trim_start().chars().next().is_none_or(|state| "ZX".contains(state)));
         }
     }
 

@@ -12,6 +12,8 @@ use millpond_allocator::timeline::Signal;
 use millpond_ipc::client::{Channel, Client, Error, Incoming, OnOwnerDeath, Options, Outgoing, Place, ReceiveOptions, Way};
 use millpond_ipc::wire::Role;
 
+use super::signals;
+
 /// A page of words that streams wait on when they are told to stall.
 struct Gates {
     words: *const AtomicU64,
