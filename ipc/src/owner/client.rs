@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 use std::os::fd::OwnedFd;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use super::link::Link;
 use super::policy::Policy;
@@ -12,8 +12,8 @@ use crate::wire::{Peer, Role};
 /// What a client was asked.
 #[derive(Debug)]
 pub(super) enum Asked {
-    /// To give memory of a device back, and when that was.
-    Trim(u32, Instant),
+    /// To give memory of a device back.
+    Trim(u32),
     /// To drop these chunks of others.
     Revoke(Vec<u64>),
 }
@@ -31,7 +31,8 @@ pub(super) struct Client {
     pub(super) windows: Vec<u32>,
     pub(super) link: Link,
     pub(super) pidfd: OwnedFd,
-    pub(super) asked: HashMap<u64, Asked>,
+    /// What it was asked and has not answered, and when.
+    pub(super) asked: HashMap<u64, (Asked, Instant)>,
     /// Its requests that wait.
     pub(super) calls_kept: usize,
     /// Nobody holds the other end of its socket any more.
@@ -73,13 +74,9 @@ impl Client {
         Peer { client: self.slot, serial: self.serial, name: self.name.clone(), pid: self.pid }
     }
 
-    /// Since when it owes an answer about memory of a device.
-    pub(super) fn owes_trim(&self, device: u32) -> Option<Instant> {
-        let trims = self.asked.values().filter_map(|asked| match asked {
-            Asked::Trim(of, since) if *of == device => Some(*since),
-            _ => None,
-        });
-        trims.min()
+    /// Whether it has owed an answer for longer than that.
+    pub(super) fn is_stuck(&self, bound: Duration, now: Instant) -> bool {
+        self.asked.values().any(|(_, since)| now.saturating_duration_since(*since) >= bound)
     }
 
     /// Whether a peer's text means this client: its name, `parent`, or its slot.
