@@ -317,6 +317,8 @@ def _describe(e):
 
 
 def _remote_error(name, report):
+    if not isinstance(report, dict):
+        report = {}
     error = errors.RemoteError(f"{name!r} failed with {report.get('type')}: {report.get('message')}")
     error.type = report.get("type", "")
     error.remote_code = report.get("code")
@@ -357,7 +359,11 @@ class _Forward(logging.Handler):
 
 def emit_log(fields):
     """Handles a forwarded record as if it had been made here."""
-    record = logging.makeLogRecord(fields)
-    logger = logging.getLogger(record.name)
-    if logger.isEnabledFor(record.levelno):
+    try:
+        record = logging.makeLogRecord(fields)
+        logger = logging.getLogger(record.name)
+        enabled = logger.isEnabledFor(record.levelno)
+    except (TypeError, ValueError) as e:
+        raise errors.Protocol(f"received a malformed log record: {e}") from None
+    if enabled:
         logger.handle(record)

@@ -35,6 +35,8 @@ _BUFFER_BYTES = 16 << 10
 #: How long the main thread stays in one native wait before Python may handle a signal (Ctrl-C).
 _SLICE_MS = 200
 _FOR_EVER_MS = 1 << 40
+#: Instead of a message that is no text: it is refused as one that is not ours, and what came with it is let go.
+_NO_TEXT = ""
 
 _lock = threading.Lock()
 _loaded = None
@@ -230,18 +232,23 @@ def receive(channel, timeout_ms, flags, streams):
         return _unpacked(lib, ctypes.cast(here.out, ctypes.POINTER(_Message)))
     view = here.view
     count, sender = _HEAD(view)
-    if not count:
-        return str(view[16:length], "utf-8", "surrogatepass"), (), sender
     end = 16 + count * TENSOR.size
-    return str(view[end:length], "utf-8", "surrogatepass"), list(TENSOR.iter_unpack(view[16:end])), sender
+    tensors = list(TENSOR.iter_unpack(view[16:end])) if count else ()
+    try:
+        return str(view[end:length], "utf-8", "surrogatepass"), tensors, sender
+    except UnicodeDecodeError:
+        return _NO_TEXT, tensors, sender
 
 
 def _unpacked(lib, out):
     try:
         message = out.contents
-        tree = ctypes.string_at(message.tree, message.tree_bytes).decode("utf-8", "surrogatepass")
         count = message.count
         tensors = list(TENSOR.iter_unpack(ctypes.string_at(message.tensors, count * TENSOR.size))) if count else []
+        try:
+            tree = ctypes.string_at(message.tree, message.tree_bytes).decode("utf-8", "surrogatepass")
+        except UnicodeDecodeError:
+            tree = _NO_TEXT
         return tree, tensors, message.sender
     finally:
         lib.message_free(out)

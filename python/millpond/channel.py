@@ -240,12 +240,15 @@ class Channel(_calls.Calls):
                     if self._waiting:
                         self._state.notify_all()
                 if failure is not None:
-                    if isinstance(failure, _ENDED):
-                        self._ended = failure
-                        continue
-                    if isinstance(failure, errors.Timeout):
-                        raise errors.Timeout(f"nothing came within {timeout} s") from None
-                    raise failure
+                    try:
+                        if isinstance(failure, _ENDED):
+                            self._ended = failure.with_traceback(None)
+                            continue
+                        if isinstance(failure, errors.Timeout):
+                            raise errors.Timeout(f"nothing came within {timeout} s") from None
+                        raise failure
+                    finally:
+                        failure = None  # its traceback has this frame, and its callers' with their tensors
                 if message is not None:
                     self._dispatch(message)
 
@@ -311,7 +314,7 @@ class Channel(_calls.Calls):
         with self._state:
             if self._ended is not None:
                 return False
-            self._ended = reason
+            self._ended = reason.with_traceback(None)
             self._state.notify_all()
             return True
 
