@@ -40,7 +40,16 @@ _NO_TEXT = ""
 
 _lock = threading.Lock()
 _loaded = None
+#: The thread that Python handles signals on.
 _MAIN = threading.main_thread().ident
+
+
+def _in_child():
+    global _MAIN
+    _MAIN = threading.get_ident()  # whichever thread forked is the child's main one
+
+
+os.register_at_fork(after_in_child=_in_child)
 
 
 class _Message(ctypes.Structure):
