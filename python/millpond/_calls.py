@@ -87,7 +87,7 @@ class Calls:
         parent = running.id if running is not None and running.channel is self else None
         id = next(self._ids)
         pending = self._pending[id] = _Pending()
-        end = None if timeout is None else time.monotonic() + timeout
+        end = None if timeout is None else time.monotonic() + min(timeout, _native.LONGEST)
         try:
             self._transmit(["c", id, name, parent], {"args": list(args), "kwargs": kwargs}, timeout, root="call")
             message = self._answer(pending, end)

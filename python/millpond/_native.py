@@ -35,6 +35,8 @@ _BUFFER_BYTES = 16 << 10
 #: How long the main thread stays in one native wait before Python may handle a signal (Ctrl-C).
 _SLICE_MS = 200
 _FOR_EVER_MS = 1 << 40
+#: Longer limits, in seconds, are this one: neither Python's locks nor the C API have them.
+LONGEST = 1e9
 #: Instead of a message that is no text: it is refused as one that is not ours, and what came with it is let go.
 _NO_TEXT = ""
 
@@ -157,7 +159,7 @@ def last_error(what):
 
 def milliseconds(timeout):
     """A time-out in seconds (None: no limit) as the C API has it."""
-    return -1 if timeout is None else max(0, int(timeout * 1000 + 0.999))
+    return -1 if timeout is None else int(min(max(timeout, 0), LONGEST) * 1000 + 0.999)
 
 
 def in_slices(step, timeout):
@@ -165,7 +167,7 @@ def in_slices(step, timeout):
     left = _FOR_EVER_MS if timeout is None else milliseconds(timeout)
     if threading.get_ident() != _MAIN:
         return step(left)
-    end = None if timeout is None else time.monotonic() + timeout
+    end = None if timeout is None else time.monotonic() + min(timeout, LONGEST)
     while True:
         try:
             return step(min(left, _SLICE_MS))

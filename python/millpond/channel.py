@@ -139,7 +139,7 @@ class Channel(_calls.Calls):
         """Sends what is encoded: the flags that came back. None: it must be encoded again, as its GPU tier is off by now."""
         if timeout is None:
             self._sending.acquire()
-        elif not self._sending.acquire(timeout=timeout):
+        elif not self._sending.acquire(timeout=min(max(timeout, 0), _native.LONGEST)):
             raise errors.Timeout(f"another thread has been sending for {timeout} s")
         try:
             gpu = self._gpu
@@ -210,7 +210,7 @@ class Channel(_calls.Calls):
 
     def _wait(self, found, timeout):
         """Waits until `found()`, called with the state locked, gives something; reads messages meanwhile if nobody else does."""
-        end = None if timeout is None else time.monotonic() + timeout
+        end = None if timeout is None else time.monotonic() + min(timeout, _native.LONGEST)
         with self._lock:
             while True:
                 result = found()
@@ -335,4 +335,4 @@ def wait_any(channels, timeout=None):
     by_fd = {c.fileno(): c for c in channels}
     for fd in by_fd:
         poll.register(fd, select.POLLIN)
-    return [by_fd[fd] for fd, _ in poll.poll(None if timeout is None else timeout * 1000)]
+    return [by_fd[fd] for fd, _ in poll.poll(None if timeout is None else min(_native.milliseconds(timeout), 0x7FFFFFFF))]
