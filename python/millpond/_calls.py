@@ -210,8 +210,8 @@ class Calls:
         """Called by a waiting `recv` with the state locked: runs a call that has come, if no other thread serves."""
         if self._incoming and self._handlers and not self._serving:
             message = self._incoming.popleft()
-            self._state.release()
             try:
+                self._state.release()
                 self._run(message)
             finally:
                 self._state.acquire()
