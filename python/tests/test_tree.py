@@ -361,3 +361,23 @@ def test_a_refusal_deep_in_a_big_tree_names_the_right_one(pair):
 def test_encode_keeps_pairs_and_plain_dicts_apart():
     assert _tree.encode({"a": 1}).text == b'{"a":1}'
     assert _tree.encode({"$": 1}).text == b'{"$":["d",[["$",1]]]}'
+
+
+@pytest.mark.parametrize("text", [b"\xff", b'[["m"],"\xc3"]'])
+def test_what_is_no_text_is_refused_as_not_ours(monkeypatch, text):
+    from types import SimpleNamespace
+
+    from millpond import _native
+
+    def receive(channel, timeout, flags, streams, count, at, size, out):
+        data = _native._HEAD.__self__.pack(1, 7) + _native.TENSOR.pack(0, 64, 0, 5, -1, 0) + text
+        __import__("ctypes").memmove(at, data, len(data))
+        return len(data)
+
+    released = []
+    monkeypatch.setattr(_native, "_loaded", SimpleNamespace(receive=receive))
+    monkeypatch.setattr(_native, "import_release", released.append)
+    with pytest.raises(millpond.Protocol, match="not ours"):
+        _decode.Received(*_native.receive(1, 0, 0, ()))
+    gc.collect()
+    assert released == [5]
