@@ -242,6 +242,7 @@ class Channel(_calls.Calls):
                 if failure is not None:
                     if isinstance(failure, _ENDED):
                         self._ended = failure
+                        self._pending.clear()
                         continue
                     if isinstance(failure, errors.Timeout):
                         raise errors.Timeout(f"nothing came within {timeout} s") from None
@@ -312,6 +313,7 @@ class Channel(_calls.Calls):
             if self._ended is not None:
                 return False
             self._ended = reason
+            self._pending.clear()
             self._state.notify_all()
             return True
 
