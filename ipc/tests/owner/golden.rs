@@ -195,3 +195,44 @@ fn a_whole_conversation() {
     }
     assert_eq!(t.text.lines().count(), expected.lines().count());
 }
+
+/// The same conversation as docs/wire.md prints it: who says it, how, and what; `…` stands for anything.
+fn printed() -> Vec<(String, String)> {
+    let page = std::fs::read_to_string(PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../docs/wire.md")).unwrap();
+    let mut lines: Vec<(String, String)> = Vec::new();
+    for line in page.split("## A conversation").nth(1).unwrap().lines().filter_map(|line| line.strip_prefix("    ")) {
+        let rest = line.trim_start();
+        match (line.starts_with(' '), rest.starts_with('"')) {
+            (true, true) => lines.last_mut().unwrap().1.push_str(rest),
+            (true, false) => {}
+            _ => {
+                let (speaker, said) = line.split_once(' ').unwrap_or((line, ""));
+                let (arrow, body) = said.trim_start().split_once(' ').unwrap_or((said, ""));
+                lines.push((format!("{speaker} {arrow}"), body.trim().to_owned()));
+            }
+        }
+    }
+    lines
+}
+
+#[test]
+fn the_documentation_prints_what_is_said() {
+    let golden = include_str!("../golden/conversation.txt");
+    let mut said = golden.lines();
+    let printed = printed();
+    assert!(printed.len() > 20, "{printed:?}");
+    for (who, body) in printed {
+        let mut body = body;
+        for pid in ["700", "701", "702"] {
+            body = body.replace(&format!("pid\":{pid}"), "pid\":PID");
+        }
+        let like = |line: &str| {
+            let rest = line.strip_prefix(&who).map(str::trim_start);
+            rest.is_some_and(|rest| {
+                let mut at = 0;
+                body.split('…').all(|piece| rest[at..].find(piece).map(|found| at += found + piece.len()).is_some())
+            })
+        };
+        assert!(said.any(like), "not in the golden conversation, or not in this order: {who} {body}");
+    }
+}
