@@ -141,7 +141,8 @@ class Calls:
                 self._wait(lambda: None, 5.0)  # its end comes by the channel, and says why
             except errors.Timeout:
                 # A forked child of its may hold the channel.
-                raise errors.PeerDied(f"{self.peer.name} (pid {self.peer.pid}) was killed by policy: {call.name!r} did not obey its cancel") from None
+                who = f"{self.peer.name} (pid {self.peer.pid})"
+                raise errors.PeerDied(f"{who} was killed by policy: {call.name!r} did not obey its cancel") from None
 
     def set_policy(self, on_stopped="report", stopped_after=10.0):
         """What the owner does with the process at the other end when it stops (SIGSTOP, a debugger): `"report"` it in the ledger,
