@@ -8,7 +8,7 @@ import warnings
 
 import torch
 
-from . import _native, _session, _torch_stats, errors
+from . import _native, _session, _torch_share, _torch_stats, errors
 
 # method of torch's allocator object -> our function. Those with a pool id by value exist since torch 2.3.
 _HOOKS = {
@@ -65,6 +65,7 @@ def install(mode="replace", stats=True):
         )
     # cudnn.benchmark asks the allocator for its largest free block, which torch's pluggable one refuses to say.
     _native.library().torch_answer_cache_info()
+    _torch_share.install(everything=True)
     if stats:
         _torch_stats.install()
 
@@ -75,8 +76,10 @@ def installed():
 
 
 def uninstall_stats():
-    """Puts torch's own statistics functions back (they raise under a replaced allocator)."""
+    """Puts torch's own statistics functions back (they raise under a replaced allocator), and its own word for memory that it
+    cannot share."""
     _torch_stats.uninstall()
+    _torch_share.uninstall()
 
 
 def memory_snapshot():
@@ -101,6 +104,7 @@ def pool():
     global _pool_allocator
     if _pool_allocator is None:
         _pool_allocator = _make_allocator("millpond_pool_malloc")
+    _torch_share.install(everything=False)
     made = torch.cuda.MemPool(_pool_allocator)
     # torch's own allocator tells nobody of its captures, which an event of ours over the whole context would end.
     _native.control("context_events", device=torch.cuda.current_device(), allowed=False)

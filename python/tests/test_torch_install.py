@@ -95,6 +95,72 @@ print(torch.cuda.get_allocator_backend(), millpond.torch.installed())
     assert out.startswith("pluggable replace\nRefused") or out.startswith("native replace\nRefused"), out
 
 
+SHARE = """
+from torch.multiprocessing import reductions
+assert "_share_cuda_" in reductions.reduce_tensor.__code__.co_names, "this torch shares by another function"
+def share(nbytes=64, of=torch.UntypedStorage):
+    try:
+        storage = torch.UntypedStorage(nbytes)
+        (storage if of is torch.UntypedStorage else of(wrap_storage=storage, dtype=torch.uint8, _internal=True))._share_cuda_()
+    except Exception as e:
+        return f"{type(e).__name__}: {e}"
+torchs = share()
+assert torchs and not torchs.startswith("Unsupported"), torchs
+"""
+
+
+@native
+def test_torchs_own_sharing_of_our_memory_says_what_to_do_instead():
+    """What torch.multiprocessing comes to for a CUDA tensor; the storage is in host memory here, which ours does not look at."""
+    out = run(
+        GPU
+        + SHARE
+        + """
+millpond.torch.install(stats=False)
+for of in (torch.UntypedStorage, torch.storage.TypedStorage):
+    print(share(of=of))
+    assert share(of=of).startswith("Unsupported: 64 bytes of GPU memory that millpond gave to torch"), share(of=of)
+assert not (share(0) or "").startswith("Unsupported"), "nothing is nothing to share"
+from millpond import _torch_reducer
+_torch_reducer._installed = True
+assert "reducer carries no such tensor" in share(), share()
+millpond.torch.uninstall_stats(); millpond.torch.uninstall_stats()
+assert share() == torchs, share()
+assert "_share_cuda_" not in vars(torch.UntypedStorage)
+"""
+    )
+    assert "conn.send(t)" in out and "millpond.torch.install_reducer()" in out and "without a copy" in out
+
+
+def test_in_pool_mode_only_what_is_ours_is_not_shared():
+    """torch's allocator shares its own memory as ever."""
+    code = (
+        GPU
+        + SHARE
+        + """
+from millpond import _torch_share
+kind = "block"
+def control(op, address):
+    assert op == "locate" and address
+    if kind is None:
+        raise millpond.NotAttached("not attached any more")
+    return {"kind": kind}
+_native.control = control
+_torch_share.install(everything=False); _torch_share.install(everything=False)
+assert "install_reducer" in share()
+kind = "import"
+assert "install_reducer" in share()
+for kind in ("foreign", None):
+    assert share() == torchs, share()
+_torch_share.uninstall()
+kind = "block"
+assert share() == torchs
+print("fine")
+"""
+    )
+    assert run(code) == "fine"
+
+
 def test_free_memory_counts_what_is_at_hand():
     """ComfyUI's formula, right after empty_cache: what is free for the driver, and what torch has cached."""
     code = (

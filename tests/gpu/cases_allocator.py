@@ -547,12 +547,26 @@ def install_twice_and_too_late():
 
 @test(quick=False)
 def native_ipc_is_refused_by_name():
-    """torch.multiprocessing of our tensors: an error that can be read, and all works on."""
+    """torch.multiprocessing of our tensors: our error, which names what to call instead, and all works on; with the reducer it goes."""
     p = Parent()
-    torch = p.torch
+    torch, millpond = p.torch, p.millpond
+    from multiprocessing.reduction import ForkingPickler
+
     from torch.multiprocessing.reductions import reduce_tensor
 
     x = torch.ones(10, device="cuda")
-    e = raises(Exception, reduce_tensor, x)
+    said = []
+    for share in (reduce_tensor, ForkingPickler.dumps, lambda t: t.untyped_storage()._share_cuda_()):
+        e = raises(millpond.Unsupported, share, x)
+        said.append(str(e))
+        check("conn.send" in said[-1] and "millpond.torch.install_reducer()" in said[-1], said[-1])
+        equal(e.code, "Unsupported")
+    reduce_tensor(torch.ones(0, device="cuda"))  # nothing to share
     equal(float(x.sum()), 10.0)
-    return {"says": f"{type(e).__name__}: {str(e)[:200]}"}
+    millpond.torch.install_reducer()
+    equal(ForkingPickler.loads(bytes(ForkingPickler.dumps(x))).data_ptr(), x.data_ptr(), "the same memory")
+    millpond.torch.uninstall_reducer()
+    millpond.torch.uninstall_stats()
+    torchs = raises(Exception, reduce_tensor, x)
+    check(not isinstance(torchs, millpond.Error), "taken away again", torchs)
+    return {"says": said[0][:300], "torch says": f"{type(torchs).__name__}: {str(torchs)[:200]}"}

@@ -283,6 +283,29 @@ def pool_as_a_block():
     equal(int(outside.sum(dtype=torch.int64) + inside.sum(dtype=torch.int64) + again.sum(dtype=torch.int64)), 160 * MIB)
 
 
+@test(quick=False)
+def native_ipc_of_pool_memory_is_refused_by_name():
+    """Pool mode: torch shares its own memory as ever (or says why not), and of ours our error names what to call instead."""
+    p = Parent(replace=False)
+    torch, millpond = p.torch, p.millpond
+    from torch.multiprocessing.reductions import reduce_tensor
+
+    outside = torch.ones(1000, device="cuda")
+    with millpond.torch.pool():
+        inside = torch.ones(1000, device="cuda")
+    e = raises(millpond.Unsupported, reduce_tensor, inside)
+    check("conn.send" in str(e) and "millpond.torch.install_reducer()" in str(e), e)
+    try:
+        reduce_tensor(outside)
+        outcome = "shared"
+    except millpond.Error:
+        raise
+    except Exception as other:
+        outcome = f"{type(other).__name__}: {str(other)[:200]}"
+    equal((float(inside.sum()), float(outside.sum())), (1000.0, 1000.0))
+    return {"says": str(e)[:300], "torch's own": outcome}
+
+
 @worker
 def reads_late(conn):
     import time
