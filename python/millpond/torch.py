@@ -8,7 +8,7 @@ import warnings
 
 import torch
 
-from . import _native, _session, _torch_stats, errors
+from . import _native, _session, _torch_refusals, _torch_stats, errors
 
 # method of torch's allocator object -> our function.
 _HOOKS = {
@@ -72,6 +72,7 @@ def install(mode="replace", stats=True):
         )
     # cudnn.benchmark asks the allocator for its largest free block, which torch's pluggable one refuses to say.
     _native.library().torch_answer_cache_info()
+    _torch_refusals.install()
     if stats:
         _torch_stats.install()
 
