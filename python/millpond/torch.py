@@ -42,7 +42,7 @@ def install(mode="replace", stats=True):
 
     `mode="replace"`: `torch.cuda.change_current_allocator`, with every hook that this torch has; `stats` answers torch's
     memory statistics from ours. `mode="pool"`: a `torch.cuda.MemPool` over the arena for this thread's allocations; torch's
-    caching allocator stays (torch 2.8 and later). A second call with the same mode does nothing."""
+    caching allocator stays (torch 2.8 and later), and what is sent is kept until its receivers are done. A second call with the same mode does nothing."""
     global _installed
     if mode not in ("replace", "pool"):
         raise errors.InvalidArgument(f'mode={mode!r}: "replace" or "pool"')
