@@ -188,3 +188,20 @@ def test_who_has_no_segment_is_told_nothing_and_keeps_nothing(arena, workers, mo
     workers[0].call("keep", "x", millpond.empty(100, "uint8"), timeout=30)
     workers[0].call("drop", timeout=30)
     assert any(flags[0]) is False and _foreign.kept_in_segments() == 0
+
+
+def test_a_torch_tensor_that_is_given_other_memory_after_it_was_sent(segment, workers):
+    """What is kept is the storage that was sent, not what the tensor has by now; and nothing of its graph."""
+    torch = pytest.importorskip("torch")
+    number = segment.free[0]
+    tensor = torch.from_numpy(segment.full(5))
+    said = workers[0].send({"t": tensor})
+    assert said.copies == 0 and _foreign.kept_in_segments() == 1
+    (kept,) = _foreign._keeper.segments._kept.values()
+    assert [type(value) for value in kept] == [torch.UntypedStorage]
+    tensor.data = torch.zeros(10, dtype=torch.uint8)
+    gc.collect()
+    segment.overwrite_free(9)
+    assert number not in segment.free and workers[0].call("next_total", timeout=30) == 5.0 * PART
+    del kept
+    eventually(lambda: number in segment.free)
