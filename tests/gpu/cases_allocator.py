@@ -7,8 +7,9 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 
-from harness import Parent, Skip, at_once, check, equal, raises, test, until
+from harness import Parent, Skip, at_once, check, equal, raises, test, until, worker
 
 MIB, GIB = 1 << 20, 1 << 30
 #: Some tenths of a second of a spinning kernel at about 2 GHz.
@@ -317,6 +318,65 @@ def order_between_streams():
         check(bool((out == turn + 1).all()), f"turn {turn}: the clone has other bytes")
         del others, same, out
     return {"same_stream_reused_at_once": f"{reused} of 4"}
+
+
+@worker
+def wants_it_too(conn):
+    import torch
+
+    nbytes = conn.recv(timeout=60)
+    end = time.monotonic() + 30
+    while True:
+        try:
+            mine = torch.full((nbytes,), 201, dtype=torch.uint8, device="cuda")
+            break
+        except torch.OutOfMemoryError:
+            check(time.monotonic() < end, "the bytes never came")
+    conn.send("got it")
+    conn.recv(timeout=60)
+    torch.cuda.synchronize()
+    check(bool((mine == 201).all()), "other bytes")
+    conn.send("right")
+    conn.recv(timeout=60)
+
+
+@test()
+def order_in_a_full_arena():
+    """The same where nothing can grow: another stream gets the very bytes while the kernel runs, and waits on the GPU; another process
+    gets them when it is over."""
+    p = Parent(limit="1GiB")
+    torch = p.torch
+    s1, s2 = torch.cuda.Stream(), torch.cuda.Stream()
+    n = 800 * MIB
+    conn = p.worker(wants_it_too)
+    outs = [torch.empty(MIB, dtype=torch.uint8, device="cuda") for _ in range(2)]
+
+    def busy(out, value):
+        """Bytes that s1 reads after a long kernel, freed; where they were."""
+        with torch.cuda.stream(s1):
+            x = torch.full((n,), value, dtype=torch.uint8, device="cuda")
+            torch.cuda._sleep(LONG)
+            out.copy_(x[-MIB:])
+            return x.data_ptr()
+
+    where = busy(outs[0], 1)
+    with torch.cuda.stream(s2):
+        y = torch.empty(n, dtype=torch.uint8, device="cuda")
+        check(not s1.query(), "malloc waited for the kernel, or it was over")
+        equal(y.data_ptr(), where, "the same bytes")
+        y.fill_(200)
+    torch.cuda.synchronize()
+    check(bool((outs[0] == 1).all()), "another stream's bytes")
+    del y
+    busy(outs[1], 2)
+    conn.send(n)
+    check(not s1.query(), "the kernel was over before the other process asked")
+    equal(conn.recv(timeout=60), "got it")
+    check(s1.query(), "another process had bytes that queued work still reads")
+    check(bool((outs[1] == 2).all()), "another process's bytes")
+    conn.send("check")
+    equal(conn.recv(timeout=60), "right")
+    conn.send("end")
 
 
 @test()

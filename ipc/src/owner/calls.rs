@@ -76,7 +76,7 @@ impl Owner {
                 self.set_policy(slot, call_id, (client, serial), kill_stopped_after_ms);
             }
             Request::Kill { client, serial, waited_ms } => self.kill_for_call(slot, call_id, (client, serial), waited_ms),
-            Request::Faulted { device } => self.faulted(slot, device),
+            Request::Faulted { device, timelines } => self.faulted(slot, device, &timelines),
             Request::Detach => {
                 if let Some(client) = self.client_mut(slot) {
                     client.detached = true;
