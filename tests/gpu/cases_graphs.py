@@ -308,7 +308,7 @@ def pool_segments_return():
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     until(lambda: p.mine("allocated") == 0, 5, lambda: f"with its tensors gone too: {p.mine('allocated')}")
-    with p.millpond.torch.pool() as made:
+    with p.millpond.torch.pool():
         again = torch.full((60 * MIB,), 5, dtype=torch.uint8, device="cuda")
     equal(int(again.sum(dtype=torch.int64)), 5 * 60 * MIB, "another pool")
     return {"before": before}
