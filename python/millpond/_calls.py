@@ -87,7 +87,7 @@ class Calls:
         parent = running.id if running is not None and running.channel is self else None
         id = next(self._ids)
         pending = self._pending[id] = _Pending()
-        end = None if timeout is None else time.monotonic() + timeout
+        end = None if timeout is None else time.monotonic() + min(timeout, _native.LONGEST)
         try:
             self._transmit(["c", id, name, parent], {"args": list(args), "kwargs": kwargs}, timeout, root="call")
             message = self._answer(pending, end)
@@ -210,8 +210,8 @@ class Calls:
         """Called by a waiting `recv` with the state locked: runs a call that has come, if no other thread serves."""
         if self._incoming and self._handlers and not self._serving:
             message = self._incoming.popleft()
-            self._state.release()
             try:
+                self._state.release()
                 self._run(message)
             finally:
                 self._state.acquire()
@@ -317,6 +317,8 @@ def _describe(e):
 
 
 def _remote_error(name, report):
+    if not isinstance(report, dict):
+        report = {}
     error = errors.RemoteError(f"{name!r} failed with {report.get('type')}: {report.get('message')}")
     error.type = report.get("type", "")
     error.remote_code = report.get("code")
@@ -357,7 +359,11 @@ class _Forward(logging.Handler):
 
 def emit_log(fields):
     """Handles a forwarded record as if it had been made here."""
-    record = logging.makeLogRecord(fields)
-    logger = logging.getLogger(record.name)
-    if logger.isEnabledFor(record.levelno):
+    try:
+        record = logging.makeLogRecord(fields)
+        logger = logging.getLogger(record.name)
+        enabled = logger.isEnabledFor(record.levelno)
+    except (TypeError, ValueError) as e:
+        raise errors.Protocol(f"received a malformed log record: {e}") from None
+    if enabled:
         logger.handle(record)

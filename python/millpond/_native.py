@@ -38,10 +38,23 @@ _BUFFER_BYTES = 16 << 10
 #: How long the main thread stays in one native wait before Python may handle a signal (Ctrl-C).
 _SLICE_MS = 200
 _FOR_EVER_MS = 1 << 40
+#: Longer limits, in seconds, are this one: neither Python's locks nor the C API have them.
+LONGEST = 1e9
+#: Instead of a message that is no text: it is refused as one that is not ours, and what came with it is let go.
+_NO_TEXT = ""
 
 _lock = threading.Lock()
 _loaded = None
+#: The thread that Python handles signals on.
 _MAIN = threading.main_thread().ident
+
+
+def _in_child():
+    global _MAIN
+    _MAIN = threading.get_ident()  # whichever thread forked is the child's main one
+
+
+os.register_at_fork(after_in_child=_in_child)
 
 
 class _Message(ctypes.Structure):
@@ -149,7 +162,7 @@ def last_error(what):
 
 def milliseconds(timeout):
     """A time-out in seconds (None: no limit) as the C API has it."""
-    return -1 if timeout is None else max(0, int(timeout * 1000 + 0.999))
+    return -1 if timeout is None else int(min(max(timeout, 0), LONGEST) * 1000 + 0.999)
 
 
 def in_slices(step, timeout):
@@ -157,7 +170,7 @@ def in_slices(step, timeout):
     left = _FOR_EVER_MS if timeout is None else milliseconds(timeout)
     if threading.get_ident() != _MAIN:
         return step(left)
-    end = None if timeout is None else time.monotonic() + timeout
+    end = None if timeout is None else time.monotonic() + min(timeout, LONGEST)
     while True:
         try:
             return step(min(left, _SLICE_MS))
@@ -235,18 +248,23 @@ def receive(channel, timeout_ms, flags, streams):
         return _unpacked(lib, ctypes.cast(here.out, ctypes.POINTER(_Message)))
     view = here.view
     count, sender = _HEAD(view)
-    if not count:
-        return str(view[16:length], "utf-8", "surrogatepass"), (), sender
     end = 16 + count * TENSOR.size
-    return str(view[end:length], "utf-8", "surrogatepass"), list(TENSOR.iter_unpack(view[16:end])), sender
+    tensors = list(TENSOR.iter_unpack(view[16:end])) if count else ()
+    try:
+        return str(view[end:length], "utf-8", "surrogatepass"), tensors, sender
+    except UnicodeDecodeError:
+        return _NO_TEXT, tensors, sender
 
 
 def _unpacked(lib, out):
     try:
         message = out.contents
-        tree = ctypes.string_at(message.tree, message.tree_bytes).decode("utf-8", "surrogatepass")
         count = message.count
         tensors = list(TENSOR.iter_unpack(ctypes.string_at(message.tensors, count * TENSOR.size))) if count else []
+        try:
+            tree = ctypes.string_at(message.tree, message.tree_bytes).decode("utf-8", "surrogatepass")
+        except UnicodeDecodeError:
+            tree = _NO_TEXT
         return tree, tensors, message.sender
     finally:
         lib.message_free(out)

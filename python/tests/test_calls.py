@@ -1,8 +1,10 @@
 """Calls over a channel, both ends in this process, over the stand-in for the native library."""
 
+import gc
 import logging
 import threading
 import time
+import weakref
 
 import pytest
 
@@ -283,3 +285,35 @@ def test_refs_in_calls_are_released(served, fake):
     for _ in range(20):
         assert caller.call("size", b"x" * 5000, timeout=5) == 5000
     assert fake.live == 0
+
+
+@pytest.mark.parametrize("what", ["nothing", "nonsense", "malformed", "the end", "a call"])
+def test_a_failure_keeps_nothing_of_its_callers(pair, fake, what):
+    sent = {"nonsense": (b"nonsense", []), "malformed": (b'[["m"],{"$":[]}]', []), "the end": None}
+    if what in sent:
+        fake.queues[2].put(sent[what])
+
+    class Value:
+        pass
+
+    def fail():
+        value = Value()
+        try:
+            pair[1].call("f", value=1, timeout=0.01) if what == "a call" else pair[1].recv(timeout=0.01)
+        except millpond.Error:
+            return weakref.ref(value)
+
+    gc.disable()
+    try:
+        assert fail()() is None
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("text", ['[["e",1],5]', '[["l"],5]', '[["l"],{"name":5}]', '[["l"],{"levelno":"high"}]', '[["k","gpu-x-pool"],[5,"x",[1,2,3,4]]]'])
+def test_what_is_no_error_record_or_pool_is_a_named_error_at_most(pair, fake, text):
+    fake.queues[2].put((text.encode(), []))
+    with pytest.raises((millpond.Protocol, millpond.RemoteError, millpond.Timeout)):
+        pair[1].call("f", timeout=0.05)
+    pair[0].send("after")
+    assert pair[1].recv(timeout=5) == "after"

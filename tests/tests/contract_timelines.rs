@@ -133,6 +133,37 @@ fn a_context_that_dies_is_reported_and_its_waiters_are_released() {
 }
 
 #[test]
+fn a_reader_whose_context_dies_keeps_what_its_work_could_reach_until_it_ends() {
+    let arena = Arena::new();
+    let (mut a, mut b) = (arena.worker("a"), arena.worker_with("b", &[("MILLPOND_HOST_FAIL", "stream_synchronize:2:700")]));
+    let (ab, ba) = link(&mut a, &mut b);
+    a.ok(&format!("alloc {MIB} 1"));
+    a.ok("fill 0 1");
+    a.ok(&format!("send {ab} 0"));
+    b.ok(&format!("recv {ba} 1"));
+    b.ok("sync 1");
+    b.ok("stall 1");
+    b.ok("touch 0 2 1");
+    b.fails("Test", "sync 1");
+    common::eventually("the ledger says so", || arena.row("b").is_some_and(|row| row.state == "faulted"));
+    a.fails("Timeout", "waitdone 0 - 50");
+    assert_eq!(a.number("leases"), 1, "it has not let go");
+    b.fails("DriverUnavailable", &format!("alloc {MIB}"));
+    // It lets go, but there is no telling when its work is over.
+    b.ok("release 0");
+    a.fails("Timeout", "waitdone 0 - 50");
+    assert_eq!(a.number("leases"), 1);
+    b.die("kill");
+    common::eventually("the lease ends", || a.number("leases") == 0);
+    a.ok("waitdone 0 - 1000");
+    a.ok("checkblock 0 1");
+    a.ok(&format!("close {ab}"));
+    a.ok("free 0");
+    a.ok("trim");
+    arena.settles_at(0);
+}
+
+#[test]
 fn one_wait_serves_a_message() {
     let arena = Arena::new();
     // A second wait of the receiver's would fail.
