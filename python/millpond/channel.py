@@ -125,6 +125,8 @@ class Channel(_calls.Calls):
             finally:
                 if encoded.leaving:
                     encoded.finish()
+        if flags and flags[0] & _native.IN_SEGMENT:
+            flags = _foreign.sent_from_segments(encoded, flags)
         if encoded.tokens:
             _foreign.sent(encoded)
         if self._gpu.asking or self._foreign.out == "asked":
