@@ -19,6 +19,9 @@ COPIED, READ_ONLY = 1, 2
 WAYS = {tier: number << 8 for number, tier in enumerate(("arena", "copy", "pool", "ipc", "pinned", "host"), 1)}
 UNCOUNTED = 15 << 8
 LAZY, WAIT, EAGER, READY = 1, 2, 4, 8
+#: Set by a send: the memory lies in a segment that torch's caching allocator cuts into tensors itself (pool mode).
+IN_SEGMENT = 16
+_ANY_IN_SEGMENT = 1 << 62
 KIND_IMPORT, KIND_BLOCK = 0, 1
 
 #: millpond_tensor: address, bytes, stream, import_, device, flags.
@@ -200,16 +203,18 @@ def count(counter, n=1, device=-1):
 
 
 def send(channel, tree, tensors, timeout_ms):
-    """Sends one message. `tensors`: tuples as in `TENSOR`. Returns for each whether it was copied first (`COPIED` or 0)."""
+    """Sends one message. `tensors`: tuples as in `TENSOR`. Returns for each whether it was copied first (`COPIED` or 0), all
+    with `IN_SEGMENT` if the memory of one or more lies in a segment of torch's."""
     count = len(tensors)
     packed = TENSOR.pack(*tensors[0]) if count == 1 else _packed(tensors) if count else None
     copied = (ctypes.c_ubyte * count)() if count > _IN_RESULT else None
     bits = (_loaded or library()).send(channel, tree, len(tree), packed, count, timeout_ms, copied)
     if bits < 0:
         raise last_error("send")
-    if copied is not None:
-        return list(copied)
-    return [bits >> n & COPIED for n in range(count)] if bits else [0] * count
+    if not bits and copied is None:
+        return [0] * count
+    flags = list(copied) if copied is not None else [bits >> n & COPIED for n in range(count)]
+    return [flag | IN_SEGMENT for flag in flags] if bits & _ANY_IN_SEGMENT else flags
 
 
 def _packed(tensors):

@@ -125,6 +125,8 @@ class Channel(_calls.Calls):
             finally:
                 if encoded.leaving:
                     encoded.finish()
+        if flags and flags[0] & _native.IN_SEGMENT:
+            flags = _foreign.sent_from_segments(encoded, flags)
         if encoded.tokens:
             _foreign.sent(encoded)
         if self._gpu.asking or self._foreign.out == "asked":
@@ -225,6 +227,7 @@ class Channel(_calls.Calls):
                     if result is not None:
                         return result
                     if self._ended is not None:
+                        self._pending.clear()
                         raise type(self._ended)(*self._ended.args)
                     left = None if end is None else max(0.0, end - time.monotonic())
                     if self._reading:
@@ -316,6 +319,7 @@ class Channel(_calls.Calls):
             if self._ended is not None:
                 return False
             self._ended = reason.with_traceback(None)
+            self._pending.clear()
             self._state.notify_all()
             return True
 
