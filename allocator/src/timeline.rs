@@ -142,8 +142,8 @@ struct Inner {
     streams: HashMap<StreamId, u32>,
     /// The last value queued on each of this device's slots.
     assigned: HashMap<u32, u64>,
-    /// What each stream was last made to wait for. It stands behind it until that is reached.
-    waits: HashMap<StreamId, Signal>,
+    /// What each stream was made to wait for, the last value of each timeline. It stands behind it until that is reached.
+    waits: HashMap<StreamId, Vec<Signal>>,
 }
 
 /// The client's slots, shared by its devices.
@@ -195,7 +195,19 @@ impl Timelines {
     /// # Errors
     /// [`TimelineError::Capturing`], or what the driver says; then no value was assigned.
     pub fn signal(&self, stream: Stream) -> Result<Signal, TimelineError> {
-        let id = self.driver.stream_identity(stream)?.ok_or(TimelineError::Capturing)?;
+        self.signal_as(stream, self.identify(stream)?)
+    }
+
+    /// Who a stream is.
+    fn identify(&self, stream: Stream) -> Result<StreamId, TimelineError> {
+        self.driver.stream_identity(stream)?.ok_or(TimelineError::Capturing)
+    }
+
+    /// [`Timelines::signal`] for a caller that has just asked who the stream is, by [`Driver::stream_identity`]: one driver call.
+    ///
+    /// # Errors
+    /// What the driver says.
+    pub fn signal_as(&self, stream: Stream, id: StreamId) -> Result<Signal, TimelineError> {
         // Assigning the value and queueing its write are one step, so that values never go back.
         let mut inner = self.inner.lock();
         let (timeline, shared) = match inner.streams.get(&id) {
@@ -226,20 +238,43 @@ impl Timelines {
     /// # Errors
     /// [`TimelineError::Dead`] if it never will be, [`TimelineError::Capturing`], or what the driver says.
     pub fn wait(&self, stream: Stream, signal: Signal) -> Result<bool, TimelineError> {
-        match self.reached(signal)? {
-            Reached::Yes => return Ok(false),
-            Reached::Never => return Err(TimelineError::Dead(signal)),
-            Reached::No => {}
+        if self.is_met(signal)? {
+            return Ok(false);
         }
-        let id = self.driver.stream_identity(stream)?.ok_or(TimelineError::Capturing)?;
+        self.wait_as(stream, self.identify(stream)?, signal)
+    }
+
+    /// Whether a signal needs no wait.
+    fn is_met(&self, signal: Signal) -> Result<bool, TimelineError> {
+        match self.reached(signal)? {
+            Reached::Yes => Ok(true),
+            Reached::Never => Err(TimelineError::Dead(signal)),
+            Reached::No => Ok(false),
+        }
+    }
+
+    /// [`Timelines::wait`] for a caller that has just asked who the stream is, by [`Driver::stream_identity`]: one driver call, or none.
+    ///
+    /// # Errors
+    /// [`TimelineError::Dead`], or what the driver says.
+    pub fn wait_as(&self, stream: Stream, id: StreamId, signal: Signal) -> Result<bool, TimelineError> {
+        if self.is_met(signal)? {
+            return Ok(false);
+        }
         let mut inner = self.inner.lock();
+        let waits = inner.waits.entry(id).or_default();
         // The stream stands behind as much already: one wait serves a message of many tensors.
-        if inner.waits.get(&id).is_some_and(|before| before.timeline == signal.timeline && before.value >= signal.value) {
+        if waits.iter().any(|before| before.timeline == signal.timeline && before.value >= signal.value) {
             return Ok(false);
         }
         self.driver.wait_value(stream, self.address(signal.timeline), signal.value)?;
-        inner.waits.insert(id, signal);
+        waits.retain(|before| before.timeline != signal.timeline && self.is_unmet(*before));
+        waits.push(signal);
         Ok(true)
+    }
+
+    fn is_unmet(&self, signal: Signal) -> bool {
+        self.memory.word(signal.timeline).is_some_and(|word| word.reached(signal.value) == Reached::No)
     }
 
     /// Whether a signal is reached, as the CPU sees it.
@@ -250,12 +285,21 @@ impl Timelines {
         Ok(self.memory.word(signal.timeline).ok_or(TimelineError::Unknown(signal.timeline))?.reached(signal.value))
     }
 
-    /// Whether any stream of this device may stand behind a timeline that is not reached. Nothing may be made to wait for it then.
-    #[must_use]
-    pub fn any_unmet(&self) -> bool {
+    /// Does something unless a stream of this device may stand behind a timeline that is not reached: nothing may be made to wait for
+    /// it then. Meanwhile none is made to stand behind one.
+    pub fn unless_unmet<T>(&self, act: impl FnOnce() -> T) -> Option<T> {
         let mut inner = self.inner.lock();
-        inner.waits.retain(|_, signal| self.memory.word(signal.timeline).is_some_and(|word| word.reached(signal.value) == Reached::No));
-        !inner.waits.is_empty()
+        inner.waits.retain(|_, waits| {
+            waits.retain(|signal| self.is_unmet(*signal));
+            !waits.is_empty()
+        });
+        inner.waits.is_empty().then(act)
+    }
+
+    /// The timelines that streams of this device write: what will never be written any more when its context is dead.
+    #[must_use]
+    pub fn written(&self) -> Vec<u32> {
+        self.inner.lock().assigned.keys().copied().collect()
     }
 }
 

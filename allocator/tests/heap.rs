@@ -39,6 +39,23 @@ fn another_stream_gets_bytes_only_when_they_are_done_with() {
 }
 
 #[test]
+fn what_a_stream_has_left_is_others_though_a_third_is_stuck() {
+    let lab = Lab::new();
+    let (one, two, stuck) = (lab.stream(), lab.stream(), lab.stream());
+    let _stall = lab.driver.stall(stuck);
+    lab.touch(512, stuck);
+    let use_much = |stream| {
+        let blocks: Vec<_> = (0..200).map(|_| lab.alloc(CHUNK, stream)).collect();
+        blocks.iter().for_each(|block| lab.free(*block));
+        lab.touch(CHUNK, stream);
+    };
+    use_much(one);
+    let before = lab.reserved();
+    use_much(two);
+    assert!(lab.reserved() <= before + CHUNK, "{} after {before}", lab.reserved());
+}
+
+#[test]
 fn an_idle_device_never_grows() {
     let lab = Lab::new();
     let streams: Vec<_> = (0..8).map(|_| lab.stream()).collect();

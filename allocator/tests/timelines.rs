@@ -4,6 +4,7 @@
 
 mod heap_lab;
 
+use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use heap_lab::Words;
@@ -33,6 +34,31 @@ fn devices_of_one_process_share_the_words() {
     drop(stall);
     drivers[1].stream_synchronize(streams[1]).unwrap();
     assert_eq!(timelines[1].reached(signals[0]).unwrap(), Reached::Yes);
+}
+
+/// Who waits for a stream waits for all that this waits for.
+#[test]
+fn a_stream_stands_behind_every_timeline_that_it_waits_for() {
+    let platform = HostPlatform::new(HostConfig::default());
+    let driver = platform.driver(0).unwrap();
+    driver.attach_context().unwrap();
+    let timelines = Timelines::new(driver.clone(), Arc::new(Words::default()), Arc::new(Slots::new(0, 8))).unwrap();
+    let [one, two, stream] = [(); 3].map(|()| driver.stream_create().unwrap());
+    let stalls = [driver.stall(one), driver.stall(two)];
+    let signals = [timelines.signal(one).unwrap(), timelines.signal(two).unwrap()];
+    assert_eq!(timelines.unless_unmet(|| 1), Some(1));
+    assert_eq!(signals.map(|signal| timelines.wait(stream, signal).unwrap()), [true; 2]);
+    assert_eq!(timelines.wait(stream, signals[0]), Ok(false), "it stands behind that already");
+    let [first, second] = stalls;
+    drop(second);
+    driver.stream_synchronize(two).unwrap();
+    assert_eq!(timelines.unless_unmet(|| 1), None, "the one that it waited for before is not reached");
+    let later = timelines.signal(one).unwrap();
+    assert_eq!(timelines.wait(stream, later), Ok(true));
+    drop(first);
+    driver.stream_synchronize(stream).unwrap();
+    assert_eq!(timelines.unless_unmet(|| 1), Some(1));
+    assert_eq!(timelines.written().into_iter().collect::<BTreeSet<_>>(), signals.map(|signal| signal.timeline).into());
 }
 
 /// A replay would signal old values, and wait for what has long been.

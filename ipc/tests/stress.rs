@@ -19,6 +19,7 @@ fn nothing_is_found_where_workers_die_all_the_time() {
     assert!(output.status.success(), "{report}");
     assert!(report["kills"].as_u64().unwrap() > 3 && report["transfers"].as_u64().unwrap() > 100, "{report}");
     assert!(report.get("findings").is_none());
+    assert_eq!((report["outside_bytes"].as_u64(), report.get("outside_not_checked")), (Some(0), None), "{report}");
 }
 
 #[test]
@@ -28,6 +29,17 @@ fn so_many_deaths_and_no_more_time_than_they_need() {
     assert!(output.status.success(), "{report}");
     assert!(report["kills"].as_u64().unwrap() >= 12 && report["seconds"].as_f64().unwrap() < 30.0, "{report}");
     assert!(report["transfers"].as_u64() > report["kills"].as_u64(), "they died at work: {report}");
+}
+
+#[test]
+fn some_are_killed_in_the_middle_of_a_call() {
+    let output = stress(&["--workers", "4", "--seconds", "30", "--kills", "60", "--kill-every-ops", "300"]);
+    let report = report(&output);
+    assert!(output.status.success(), "{report}");
+    let calls = report["killed_inside"].as_object().unwrap();
+    let inside: u64 = calls.values().filter_map(serde_json::Value::as_u64).sum();
+    let timed = report["timed_kills"].as_u64().unwrap();
+    assert!(inside > 0 && inside <= timed && timed < report["kills"].as_u64().unwrap(), "{report}");
 }
 
 #[test]

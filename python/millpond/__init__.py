@@ -13,6 +13,7 @@ conn = millpond.connection(); job = conn.recv()
 """
 
 from . import _native, _ref, _session, tiers
+from ._call import Call
 from ._calls import cancelled, check_cancelled
 from ._dmabuf import DmaBuf, dmabuf
 from ._events import Death, Event, off, on_refusal

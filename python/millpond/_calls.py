@@ -1,4 +1,4 @@
-"""Calls over a channel: `call`, `serve`, replies in any order, callbacks in mid-call, cancel, forwarded log records.
+"""Calls over a channel: `call`, `start`, `serve`, replies in any order, callbacks in mid-call, cancel, forwarded log records.
 
 Headers on the wire, each before the value it belongs to:
 
@@ -17,20 +17,10 @@ import time
 import traceback
 
 from . import _native, _session, errors
+from ._call import Call
 
 _here = threading.local()
 _RESULT = "$result"
-
-
-class _Pending:
-    """A call of ours that waits for its reply."""
-
-    __slots__ = ("reply", "callbacks", "kept")
-
-    def __init__(self):
-        self.reply = None
-        self.callbacks = collections.deque()
-        self.kept = []  # results made here for the other side, until the call ends
 
 
 class _Running:
@@ -63,7 +53,7 @@ class Calls:
 
     def _begin_calls(self):
         self._ids = itertools.count(1)
-        self._pending = {}
+        self._pending = {}  # calls of ours that no reply came for
         self._incoming = collections.deque()
         self._running = {}
         self._handlers = {}
@@ -82,51 +72,77 @@ class Calls:
         self._check_policy(on_timeout, timeout, grace)
         return self._call(name, args, kwargs, timeout, grace if on_timeout == "kill" else None)
 
-    def _call(self, name, args, kwargs, timeout, grace=None):
+    def start(self, name, /, *args, **kwargs):
+        """Calls what the other side serves under `name`, and returns when the call is sent: a `Call`, with `result(timeout)`,
+        `done()` and `cancel()`. Every argument is passed on."""
+        self._poll()  # replies that nobody waits for do not fill the socket
+        call = self._new_call(name, 0)
+        try:
+            self._send_call(call, args, kwargs, None)
+        except BaseException:
+            self._pending.pop(call._id, None)
+            raise
+        return call
+
+    def _new_call(self, name, waiters):
+        id = next(self._ids)
+        call = self._pending[id] = Call(self, id, name, waiters)
+        return call
+
+    def _send_call(self, call, args, kwargs, timeout):
         running = getattr(_here, "running", None)
         parent = running.id if running is not None and running.channel is self else None
-        id = next(self._ids)
-        pending = self._pending[id] = _Pending()
-        end = None if timeout is None else time.monotonic() + timeout
+        self._transmit(["c", call._id, call.name, parent], {"args": list(args), "kwargs": kwargs}, timeout, root="call")
+
+    def _call(self, name, args, kwargs, timeout, grace=None):
+        end = None if timeout is None else time.monotonic() + min(timeout, _native.LONGEST)
+        call = self._new_call(name, 1)
         try:
-            self._transmit(["c", id, name, parent], {"args": list(args), "kwargs": kwargs}, timeout, root="call")
-            message = self._answer(pending, end)
-            value = message.decode()
-            if message.header[0] == "e":
-                raise _remote_error(name, value)
-            return value
+            self._send_call(call, args, kwargs, timeout)
+            self._await(call, end)
+            return call._take()
         except (errors.Timeout, KeyboardInterrupt) as e:
-            self._quietly(["x", id])
+            self._quietly(["x", call._id])
             if not isinstance(e, errors.Timeout):
                 raise
             if grace is not None:
-                self._end_or_kill(name, pending, grace)
+                self._end_or_kill(call, grace)
             raise errors.Timeout(f"the call of {name!r} had no answer within {timeout} s") from None
         finally:
-            with self._state:
-                self._pending.pop(id, None)
+            self._pending.pop(call._id, None)
+            self._leave_call(call)
 
-    def _answer(self, pending, end):
-        """The reply of a call, or its error; what the other side calls meanwhile is run."""
+    def _await(self, call, end):
+        """Returns when the reply of a call is here; what the other side calls meanwhile is run."""
         while True:
             left = None if end is None else max(0.0, end - time.monotonic())
-            what, message = self._wait(lambda: self._for_call(pending), left)
-            if what == "reply":
-                return message
+            message = self._wait(lambda: self._for_call(call), left)
+            if message is True:
+                return
             self._run(message)
 
-    def _end_or_kill(self, name, pending, grace):
+    def _leave_call(self, call):
+        """One thread less waits for a call. What it has not run of the call's callbacks, others may."""
+        with self._state:
+            call._waiters -= 1
+            if call._callbacks and not call._waiters:
+                self._incoming.extend(call._callbacks)
+                call._callbacks.clear()
+                self._state.notify_all()
+
+    def _end_or_kill(self, call, grace):
         """Returns when a call that was cancelled has ended. Where it does not in time, its process is killed: `PeerDied`."""
         start = time.monotonic()
         try:
-            self._answer(pending, start + grace)
+            self._await(call, start + grace)
         except errors.Timeout:
             _native.control("kill", channel=self._handle, waited_ms=int((time.monotonic() - start) * 1000))
             try:
                 self._wait(lambda: None, 5.0)  # its end comes by the channel, and says why
             except errors.Timeout:
                 # A forked child of its may hold the channel.
-                raise errors.PeerDied(f"{self.peer.name} (pid {self.peer.pid}) was killed by policy: {name!r} did not obey its cancel") from None
+                who = f"{self.peer.name} (pid {self.peer.pid})"
+                raise errors.PeerDied(f"{who} was killed by policy: {call.name!r} did not obey its cancel") from None
 
     def set_policy(self, on_stopped="report", stopped_after=10.0):
         """What the owner does with the process at the other end when it stops (SIGSTOP, a debugger): `"report"` it in the ledger,
@@ -149,13 +165,14 @@ class Calls:
         if _session.info().get("role") != "parent":
             raise errors.Refused(f'{what}="kill": only a parent says who is killed, and only of its workers')
 
-    def _for_call(self, pending):
-        if pending.reply is not None:
-            return "reply", pending.reply
-        if pending.callbacks:
-            return "call", pending.callbacks.popleft()
+    def _for_call(self, call):
+        """For one that waits for a call: True if its reply is here, else what there is to run."""
+        if call._reply is not None:
+            return True
+        if call._callbacks:
+            return call._callbacks.popleft()
         if self._incoming and not self._serving:
-            return "call", self._incoming.popleft()
+            return self._incoming.popleft()
         return None
 
     def serve(self, what):
@@ -210,8 +227,8 @@ class Calls:
         """Called by a waiting `recv` with the state locked: runs a call that has come, if no other thread serves."""
         if self._incoming and self._handlers and not self._serving:
             message = self._incoming.popleft()
-            self._state.release()
             try:
+                self._state.release()
                 self._run(message)
             finally:
                 self._state.acquire()
@@ -243,14 +260,16 @@ class Calls:
         if kind == "c":
             _, id, _, parent = message.header
             self._running[id] = _Running(self, id)
-            pending = self._pending.get(parent)
-            (pending.callbacks if pending is not None else self._incoming).append(message)
+            call = self._pending.get(parent)
+            (call._callbacks if call is not None and call._waiters else self._incoming).append(message)
         elif kind in "re":
-            pending = self._pending.get(message.header[1])
-            if pending is None:
+            call = self._pending.pop(message.header[1], None)
+            if call is None:
                 self.dropped += 1
             else:
-                pending.reply = message
+                if call._cancelled and kind == "r":
+                    message.memories = ()  # nobody will have it
+                call._reply = message
         elif kind == "x":
             running = self._running.get(message.header[1])
             if running is None:
@@ -261,7 +280,7 @@ class Calls:
             raise errors.Protocol(f"received a message of unknown kind {kind!r}")
 
     def _run(self, message):
-        """Runs one call and answers it."""
+        """Runs one call and answers it. If the channel ends meanwhile, whoever waits next learns it."""
         _, id, name, parent = message.header
         running = self._running.get(id)
         outer, _here.running = getattr(_here, "running", None), running
@@ -278,8 +297,6 @@ class Calls:
                 value = handler(*content["args"], **content["kwargs"])
             content = message = None
             self._transmit(["r", id], value)
-        except (errors.Closed, errors.PeerDied, errors.OwnerDied):
-            raise
         except BaseException as e:
             self._quietly(["e", id], _describe(e))
             if not isinstance(e, Exception):
@@ -296,9 +313,9 @@ class Calls:
         value = _ref.empty(shape, dtype, ordinal, "r")
         value._kind = kind  # what the other side makes of it, and sends back
         with self._state:
-            pending = self._pending.get(parent)
-            if pending is not None:
-                pending.kept.append(value)
+            call = self._pending.get(parent)
+            if call is not None:
+                call._kept.append(value)
         return value
 
     def _quietly(self, header, value=None):
@@ -314,18 +331,6 @@ def _describe(e):
     code = e.code if isinstance(e, errors.Error) else None
     text = "".join(traceback.format_exception(cls, e, e.__traceback__))
     return {"type": name, "code": code, "message": str(e), "traceback": text}
-
-
-def _remote_error(name, report):
-    error = errors.RemoteError(f"{name!r} failed with {report.get('type')}: {report.get('message')}")
-    error.type = report.get("type", "")
-    error.remote_code = report.get("code")
-    error.traceback = report.get("traceback", "")
-    if error.remote_code == "Cancelled":
-        cancel = errors.Cancelled(f"the call of {name!r} was cancelled")
-        cancel.__cause__ = error
-        return cancel
-    return error
 
 
 class _Forward(logging.Handler):
@@ -357,7 +362,11 @@ class _Forward(logging.Handler):
 
 def emit_log(fields):
     """Handles a forwarded record as if it had been made here."""
-    record = logging.makeLogRecord(fields)
-    logger = logging.getLogger(record.name)
-    if logger.isEnabledFor(record.levelno):
+    try:
+        record = logging.makeLogRecord(fields)
+        logger = logging.getLogger(record.name)
+        enabled = logger.isEnabledFor(record.levelno)
+    except (TypeError, ValueError) as e:
+        raise errors.Protocol(f"received a malformed log record: {e}") from None
+    if enabled:
         logger.handle(record)

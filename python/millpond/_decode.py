@@ -1,6 +1,7 @@
 """Decoding: the text and ranges of a received message become the value again. The tags are those of `_tree`."""
 
 import base64
+import ctypes
 import json
 import sys
 
@@ -13,7 +14,6 @@ class Received:
     __slots__ = ("header", "body", "memories", "sender", "refused", "peer")
 
     def __init__(self, text, tensors, sender, peer=None):
-        self.header, self.body = _split(text)
         self.sender = sender
         self.peer = peer  # the sender's serial, where it came by a channel
         self.refused = None
@@ -21,6 +21,7 @@ class Received:
             _memory.Memory(handle, _native.KIND_IMPORT, address, nbytes, device, flags, stream, bool(flags & _native.READY))
             for address, nbytes, stream, handle, device, flags in tensors
         ]
+        self.header, self.body = _split(text)  # last: a message that is not ours lets its imports go
 
     def refuse(self, reason):
         """Its values are not to be handed out: decoding it says why, and lets them go."""
@@ -44,7 +45,7 @@ class Received:
             raise
         except RecursionError:
             raise errors.Protocol("received a value that is nested too deep") from None
-        except (ValueError, TypeError, KeyError, IndexError, AttributeError) as e:
+        except (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError, ctypes.ArgumentError) as e:
             raise errors.Protocol(f"received a malformed value: {type(e).__name__}: {e}") from e
 
 
@@ -64,6 +65,8 @@ def _whole(scan, text):
 
 #: How a plain message begins: most do, and none has anything else in its header.
 _PLAIN, _PLAIN_HEADER = '[["m"],', ("m",)
+#: What follows the kind in each header; more may follow a "k".
+_FORMS = {"m": (), "c": (int, str, (int, type(None))), "r": (int,), "e": (int,), "x": (int,), "l": (), "k": (str,)}
 
 
 def _split(text):
@@ -74,11 +77,15 @@ def _split(text):
         header, end = _plain(text, 1)
         if text[0] != "[" or text[end] != "," or text[-1] != "]" or type(header) is not list:
             raise ValueError("not [header,body]")
-    except (ValueError, IndexError, StopIteration) as e:
+        form = _FORMS[header[0]]
+        if len(header) <= len(form) or (header[0] != "k" and len(header) > len(form) + 1) or not all(map(isinstance, header[1:], form)):
+            raise ValueError(f"a header {header!r:.100}")
+    except (ValueError, IndexError, KeyError, TypeError, StopIteration, RecursionError) as e:
         raise errors.Protocol(f"received a message that is not ours: {e}") from None
     return header, text[end + 1 : -1]
 
 
+_BYTES = frozenset("bam")
 #: Decoders that nobody uses at the moment: to make one costs as much as to decode a small message.
 _spare = []
 
@@ -121,7 +128,9 @@ class _Decoder:
             return self.nothing(kind, row, shape, offset)
         memory = self.memories[index]
         _memory.check_bounds(memory, offset, row, shape, strides)
-        if kind in "bam":
+        if kind in _BYTES:
+            if strides or len(shape) != 1 or row.itemsize != 1:  # else there may be fewer than `shape[0]`
+                raise errors.Protocol(f"bytes of shape {shape}, strides {strides} and type {name}")
             return self.bytes(kind, memory, offset, shape[0])
         if not self.lazy:
             if kind == "n":

@@ -16,7 +16,7 @@ copied. Where it fails it is off for the connection, and no value was at risk.
 import threading
 import time
 
-from . import _dtypes, _memory, _native, _ref, errors
+from . import _dtypes, _memory, _native, _ref, _segments, errors
 from .tiers import log
 
 KINDS = ("ipc", "pool")
@@ -154,29 +154,36 @@ class _Keeper:
 
     def __init__(self):
         self.sent, self.opened = [], []
+        self.segments = _segments.Kept()
         self._lock = threading.Lock()
         self._thread = None
 
-    def add(self, sent=(), opened=None):
+    def add(self, sent=(), opened=None, segments=None):
+        if segments is not None:
+            self.segments.add(segments)
         with self._lock:
             self.sent.extend(sent)
             if opened is not None:
                 self.opened.append(opened)
-            if self._thread is None and (self.sent or self.opened):
+            if self._thread is None and self._busy():
                 self._thread = threading.Thread(target=self._run, name="millpond-keeper", daemon=True)
                 self._thread.start()
+
+    def _busy(self):
+        return bool(self.sent or self.opened or len(self.segments))
 
     def _run(self):
         while True:
             time.sleep(_PAUSE)
             self.sweep()
             with self._lock:
-                if not self.sent and not self.opened:
+                if not self._busy():
                     self._thread = None
                     return
 
     def sweep(self):
         """One look."""
+        self.segments.sweep()
         for name in ("sent", "opened"):
             with self._lock:
                 entries = list(getattr(self, name))
@@ -194,8 +201,19 @@ def sent(encoded):
     _keeper.add(sent=[_Sent(first, last, keep) for _, _, first, last, keep in encoded.tokens])
 
 
+def sent_from_segments(encoded, flags):
+    """A message with memory of torch's segments has left: that is kept until its receivers are done. The flags without that mark."""
+    _keeper.add(segments=encoded)
+    return [flag & ~_native.IN_SEGMENT for flag in flags]
+
+
+def kept_in_segments():
+    """How many ranges of torch's segments are kept for others."""
+    return len(_keeper.segments)
+
+
 def kept():
-    """How many tensors are kept for others, and how many of others' are open here."""
+    """How many tensors are kept for others by token, and how many of others' are open here."""
     return {"sent": len(_keeper.sent), "open": len(_keeper.opened)}
 
 

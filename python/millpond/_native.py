@@ -19,6 +19,9 @@ COPIED, READ_ONLY = 1, 2
 WAYS = {tier: number << 8 for number, tier in enumerate(("arena", "copy", "pool", "ipc", "pinned", "host"), 1)}
 UNCOUNTED = 15 << 8
 LAZY, WAIT, EAGER, READY = 1, 2, 4, 8
+#: Set by a send: the memory lies in a segment that torch's caching allocator cuts into tensors itself (pool mode).
+IN_SEGMENT = 16
+_ANY_IN_SEGMENT = 1 << 62
 KIND_IMPORT, KIND_BLOCK = 0, 1
 
 #: millpond_tensor: address, bytes, stream, import_, device, flags.
@@ -35,10 +38,23 @@ _BUFFER_BYTES = 16 << 10
 #: How long the main thread stays in one native wait before Python may handle a signal (Ctrl-C).
 _SLICE_MS = 200
 _FOR_EVER_MS = 1 << 40
+#: Longer limits, in seconds, are this one: neither Python's locks nor the C API have them.
+LONGEST = 1e9
+#: Instead of a message that is no text: it is refused as one that is not ours, and what came with it is let go.
+_NO_TEXT = ""
 
 _lock = threading.Lock()
 _loaded = None
+#: The thread that Python handles signals on.
 _MAIN = threading.main_thread().ident
+
+
+def _in_child():
+    global _MAIN
+    _MAIN = threading.get_ident()  # whichever thread forked is the child's main one
+
+
+os.register_at_fork(after_in_child=_in_child)
 
 
 class _Message(ctypes.Structure):
@@ -146,7 +162,7 @@ def last_error(what):
 
 def milliseconds(timeout):
     """A time-out in seconds (None: no limit) as the C API has it."""
-    return -1 if timeout is None else max(0, int(timeout * 1000 + 0.999))
+    return -1 if timeout is None else int(min(max(timeout, 0), LONGEST) * 1000 + 0.999)
 
 
 def in_slices(step, timeout):
@@ -154,7 +170,7 @@ def in_slices(step, timeout):
     left = _FOR_EVER_MS if timeout is None else milliseconds(timeout)
     if threading.get_ident() != _MAIN:
         return step(left)
-    end = None if timeout is None else time.monotonic() + timeout
+    end = None if timeout is None else time.monotonic() + min(timeout, LONGEST)
     while True:
         try:
             return step(min(left, _SLICE_MS))
@@ -187,16 +203,18 @@ def count(counter, n=1, device=-1):
 
 
 def send(channel, tree, tensors, timeout_ms):
-    """Sends one message. `tensors`: tuples as in `TENSOR`. Returns for each whether it was copied first (`COPIED` or 0)."""
+    """Sends one message. `tensors`: tuples as in `TENSOR`. Returns for each whether it was copied first (`COPIED` or 0), all
+    with `IN_SEGMENT` if the memory of one or more lies in a segment of torch's."""
     count = len(tensors)
     packed = TENSOR.pack(*tensors[0]) if count == 1 else _packed(tensors) if count else None
     copied = (ctypes.c_ubyte * count)() if count > _IN_RESULT else None
     bits = (_loaded or library()).send(channel, tree, len(tree), packed, count, timeout_ms, copied)
     if bits < 0:
         raise last_error("send")
-    if copied is not None:
-        return list(copied)
-    return [bits >> n & COPIED for n in range(count)] if bits else [0] * count
+    if not bits and copied is None:
+        return [0] * count
+    flags = list(copied) if copied is not None else [bits >> n & COPIED for n in range(count)]
+    return [flag | IN_SEGMENT for flag in flags] if bits & _ANY_IN_SEGMENT else flags
 
 
 def _packed(tensors):
@@ -230,18 +248,23 @@ def receive(channel, timeout_ms, flags, streams):
         return _unpacked(lib, ctypes.cast(here.out, ctypes.POINTER(_Message)))
     view = here.view
     count, sender = _HEAD(view)
-    if not count:
-        return str(view[16:length], "utf-8", "surrogatepass"), (), sender
     end = 16 + count * TENSOR.size
-    return str(view[end:length], "utf-8", "surrogatepass"), list(TENSOR.iter_unpack(view[16:end])), sender
+    tensors = list(TENSOR.iter_unpack(view[16:end])) if count else ()
+    try:
+        return str(view[end:length], "utf-8", "surrogatepass"), tensors, sender
+    except UnicodeDecodeError:
+        return _NO_TEXT, tensors, sender
 
 
 def _unpacked(lib, out):
     try:
         message = out.contents
-        tree = ctypes.string_at(message.tree, message.tree_bytes).decode("utf-8", "surrogatepass")
         count = message.count
         tensors = list(TENSOR.iter_unpack(ctypes.string_at(message.tensors, count * TENSOR.size))) if count else []
+        try:
+            tree = ctypes.string_at(message.tree, message.tree_bytes).decode("utf-8", "surrogatepass")
+        except UnicodeDecodeError:
+            tree = _NO_TEXT
         return tree, tensors, message.sender
     finally:
         lib.message_free(out)

@@ -5,7 +5,7 @@ import threading
 import time
 import weakref
 
-from . import _decode, _native, _session, _tree
+from . import _decode, _foreign, _native, _session, _tree
 
 
 def ticket(value, many=False):
@@ -13,7 +13,9 @@ def ticket(value, many=False):
     done, until `cancel_ticket`, or until this process ends. `many`: it may be redeemed any number of times."""
     _session.info()
     encoded = _tree.encode(value, ["m"], "ticket")
-    text, _ = _native.ticket(encoded.text, encoded.tensors, many)
+    text, flags = _native.ticket(encoded.text, encoded.tensors, many)
+    if any(flag & _native.IN_SEGMENT for flag in flags):
+        _foreign.sent_from_segments(encoded, flags)
     return text
 
 

@@ -125,6 +125,8 @@ class Channel(_calls.Calls):
             finally:
                 if encoded.leaving:
                     encoded.finish()
+        if flags and flags[0] & _native.IN_SEGMENT:
+            flags = _foreign.sent_from_segments(encoded, flags)
         if encoded.tokens:
             _foreign.sent(encoded)
         if self._gpu.asking or self._foreign.out == "asked":
@@ -139,7 +141,7 @@ class Channel(_calls.Calls):
         """Sends what is encoded: the flags that came back. None: it must be encoded again, as its GPU tier is off by now."""
         if timeout is None:
             self._sending.acquire()
-        elif not self._sending.acquire(timeout=timeout):
+        elif not self._sending.acquire(timeout=min(max(timeout, 0), _native.LONGEST)):
             raise errors.Timeout(f"another thread has been sending for {timeout} s")
         try:
             gpu = self._gpu
@@ -210,44 +212,47 @@ class Channel(_calls.Calls):
 
     def _wait(self, found, timeout):
         """Waits until `found()`, called with the state locked, gives something; reads messages meanwhile if nobody else does."""
-        end = None if timeout is None else time.monotonic() + timeout
-        with self._lock:
+        end = None if timeout is None else time.monotonic() + min(timeout, _native.LONGEST)
+        mine, message = False, None  # whether this thread is the one that reads, and what it has read
+        try:
             while True:
-                result = found()
-                if result is not None:
-                    return result
-                if self._ended is not None:
-                    raise type(self._ended)(*self._ended.args)
-                left = None if end is None else max(0.0, end - time.monotonic())
-                if self._reading:
-                    self._waiting += 1
-                    try:
-                        if not self._state.wait(left) and end is not None and time.monotonic() >= end:
-                            raise errors.Timeout(f"nothing came within {timeout} s")
-                    finally:
-                        self._waiting -= 1
-                    continue
-                self._reading = True
-                self._state.release()
-                message = failure = None
+                with self._lock:
+                    if mine:
+                        if self._waiting:
+                            self._state.notify_all()
+                        self._reading = mine = False
+                        if message is not None:
+                            self._dispatch(message)
+                    result = found()
+                    if result is not None:
+                        return result
+                    if self._ended is not None:
+                        self._pending.clear()
+                        raise type(self._ended)(*self._ended.args)
+                    left = None if end is None else max(0.0, end - time.monotonic())
+                    if self._reading:
+                        self._waiting += 1
+                        try:
+                            if not self._state.wait(left) and end is not None and time.monotonic() >= end:
+                                raise errors.Timeout(f"nothing came within {timeout} s")
+                        finally:
+                            self._waiting -= 1
+                        continue
+                    message = None
+                    self._reading = mine = True
                 try:
                     message = _native.in_slices(self._receive, left)
-                except BaseException as e:
-                    failure = e
-                finally:
-                    self._state.acquire()
+                except _ENDED as e:
+                    self._ended = e.with_traceback(None)
+                except errors.Timeout:
+                    raise errors.Timeout(f"nothing came within {timeout} s") from None
+        finally:
+            if mine:  # it failed, or Ctrl-C came, wherever that was
+                with self._lock:
                     self._reading = False
-                    if self._waiting:
-                        self._state.notify_all()
-                if failure is not None:
-                    if isinstance(failure, _ENDED):
-                        self._ended = failure
-                        continue
-                    if isinstance(failure, errors.Timeout):
-                        raise errors.Timeout(f"nothing came within {timeout} s") from None
-                    raise failure
-                if message is not None:
-                    self._dispatch(message)
+                    self._state.notify_all()
+                    if message is not None:
+                        self._dispatch(message)
 
     def _receive(self, ms):
         # One call a message: what needs no waiting is opened in it, on this thread's streams. The rest is opened when it is
@@ -276,11 +281,12 @@ class Channel(_calls.Calls):
 
     def _poll(self):
         """Reads what has come, if nobody else is reading. Never blocks."""
-        with self._state:
-            if self._reading or self._ended is not None:
-                return
-            self._reading = True
+        mine = False
         try:
+            with self._lock:
+                if self._reading or self._ended is not None:
+                    return
+                self._reading = mine = True
             while True:
                 try:
                     message = self._receive(0)
@@ -292,9 +298,10 @@ class Channel(_calls.Calls):
         except _ENDED as e:
             self._end(e)
         finally:
-            with self._state:
-                self._reading = False
-                self._state.notify_all()
+            if mine:
+                with self._lock:
+                    self._reading = False
+                    self._state.notify_all()
 
     def _dispatch(self, message):
         """Puts a message where its waiter looks. The state is locked."""
@@ -311,7 +318,8 @@ class Channel(_calls.Calls):
         with self._state:
             if self._ended is not None:
                 return False
-            self._ended = reason
+            self._ended = reason.with_traceback(None)
+            self._pending.clear()
             self._state.notify_all()
             return True
 
@@ -332,4 +340,4 @@ def wait_any(channels, timeout=None):
     by_fd = {c.fileno(): c for c in channels}
     for fd in by_fd:
         poll.register(fd, select.POLLIN)
-    return [by_fd[fd] for fd, _ in poll.poll(None if timeout is None else timeout * 1000)]
+    return [by_fd[fd] for fd, _ in poll.poll(None if timeout is None else min(_native.milliseconds(timeout), 0x7FFFFFFF))]

@@ -75,12 +75,13 @@ def take(peer, offers):
     """Imports a peer's pools. What fails is said when one of its values is opened."""
     from . import _session
 
-    for theirs, name, path, key in offers:
+    for offer in offers if isinstance(offers, list) else [offers]:
         try:
+            theirs, name, path, key = offer
             fd = _fds.fetch(path, key, int(theirs))
             try:
                 _native.control("pool_import", device=_session.ordinal_of(name), peer=peer, theirs=theirs, fd=fd)
             finally:
                 os.close(fd)
-        except (errors.Error, OSError, ValueError) as e:
+        except (errors.Error, OSError, ValueError, TypeError, AttributeError) as e:
             log.warning("a peer's pool could not be taken: %s", e)

@@ -8,19 +8,28 @@ import warnings
 
 import torch
 
-from . import _native, _session, _torch_stats, errors
+from . import _native, _session, _torch_refusals, _torch_share, _torch_stats, errors
 
-# method of torch's allocator object -> our function. Those with a pool id by value exist since torch 2.3.
+# method of torch's allocator object -> our function.
 _HOOKS = {
     "set_init_fn": "millpond_torch_init",
     "set_reset_fn": "millpond_torch_reset",
     "set_memory_fraction_fn": "millpond_torch_memory_fraction",
     "set_base_alloc_fn": "millpond_torch_base_alloc",
     "set_record_stream_fn": "millpond_torch_record_stream",
-    "set_begin_allocate_to_pool": "millpond_torch_begin_allocate_to_pool",
-    "set_end_allocate_to_pool_fn": "millpond_torch_end_allocate_to_pool",
     "set_release_pool": "millpond_torch_release_pool",
 }
+# What tells of captures: since torch 2.3 by pool, before by stream.
+_CAPTURE_HOOKS = (
+    {
+        "set_begin_allocate_to_pool": "millpond_torch_begin_allocate_to_pool",
+        "set_end_allocate_to_pool_fn": "millpond_torch_end_allocate_to_pool",
+    },
+    {
+        "set_begin_allocate_stream_to_pool": "millpond_torch_begin_allocate_stream_to_pool",
+        "set_end_allocate_stream_to_pool_fn": "millpond_torch_end_allocate_stream_to_pool",
+    },
+)
 
 _installed = None
 # torch up to 2.10 keeps a bare pointer to a pool's allocator: these must live as long as the process.
@@ -33,7 +42,7 @@ def install(mode="replace", stats=True):
 
     `mode="replace"`: `torch.cuda.change_current_allocator`, with every hook that this torch has; `stats` answers torch's
     memory statistics from ours. `mode="pool"`: a `torch.cuda.MemPool` over the arena for this thread's allocations; torch's
-    caching allocator stays (torch 2.8 and later). A second call with the same mode does nothing."""
+    caching allocator stays (torch 2.8 and later), and what is sent is kept until its receivers are done. A second call with the same mode does nothing."""
     global _installed
     if mode not in ("replace", "pool"):
         raise errors.InvalidArgument(f'mode={mode!r}: "replace" or "pool"')
@@ -50,9 +59,7 @@ def install(mode="replace", stats=True):
         return
     _check_replaceable()
     allocator = _make_allocator("millpond_malloc")
-    for method, function in _HOOKS.items():
-        if hasattr(allocator, method) and ("_pool" not in method or hasattr(allocator, "set_begin_allocate_to_pool")):
-            getattr(allocator, method)(_native.library().address_of(function))
+    _set_hooks(allocator)
     torch._C._cuda_changeCurrentAllocator(allocator)
     _for_ever.append(allocator)
     _installed = mode
@@ -65,6 +72,8 @@ def install(mode="replace", stats=True):
         )
     # cudnn.benchmark asks the allocator for its largest free block, which torch's pluggable one refuses to say.
     _native.library().torch_answer_cache_info()
+    _torch_refusals.install()
+    _torch_share.install(everything=True)
     if stats:
         _torch_stats.install()
 
@@ -75,8 +84,10 @@ def installed():
 
 
 def uninstall_stats():
-    """Puts torch's own statistics functions back (they raise under a replaced allocator)."""
+    """Puts torch's own statistics functions back (they raise under a replaced allocator), and its own word for memory that it
+    cannot share."""
     _torch_stats.uninstall()
+    _torch_share.uninstall()
 
 
 def memory_snapshot():
@@ -101,11 +112,26 @@ def pool():
     global _pool_allocator
     if _pool_allocator is None:
         _pool_allocator = _make_allocator("millpond_pool_malloc")
+    _torch_share.install(everything=False)
     made = torch.cuda.MemPool(_pool_allocator)
     # torch's own allocator tells nobody of its captures, which an event of ours over the whole context would end.
     _native.control("context_events", device=torch.cuda.current_device(), allowed=False)
     with torch.cuda.use_mem_pool(made):
         yield made
+
+
+def _set_hooks(allocator):
+    """Every hook that this torch has."""
+    capture_hooks = [group for group in _CAPTURE_HOOKS if all(hasattr(allocator, method) for method in group)]
+    if not capture_hooks:
+        raise errors.Unsupported(
+            f"torch {torch.__version__} has no hook that tells its allocator of CUDA graph captures, so what a graph frees in its "
+            "capture would be others' under its replays: use install(mode='pool')"
+        )
+    hooks = {**_HOOKS, **capture_hooks[0]}
+    for method, function in hooks.items():
+        if hasattr(allocator, method):
+            getattr(allocator, method)(_native.library().address_of(function))
 
 
 def _make_allocator(malloc):

@@ -1,8 +1,10 @@
 """Calls over a channel, both ends in this process, over the stand-in for the native library."""
 
+import gc
 import logging
 import threading
 import time
+import weakref
 
 import pytest
 
@@ -173,11 +175,70 @@ def test_a_cancelled_call_raises_cancelled(served):
 
     @server.serve
     def stops():
-        server._running[1].cancelled = True
-        millpond.check_cancelled()
+        while True:
+            millpond.check_cancelled()
+            time.sleep(0.002)
 
+    call = caller.start("stops")
+    assert not call.done() and call.cancel() and call.cancel()
+    for _ in range(2):
+        with pytest.raises(millpond.Cancelled, match="the call of 'stops' was cancelled") as e:
+            call.result(timeout=10)
+    assert e.value.__cause__.remote_code == "Cancelled" and call.done() and not caller._pending
+
+
+def test_what_was_cancelled_before_it_began_ends_at_its_first_look(served):
+    caller, server = served()
+    gate, looked = threading.Event(), []
+    server.serve("first")(lambda: gate.wait(10))
+    server.serve("second")(lambda: looked.append(millpond.check_cancelled()))
+    first, second = caller.start("first"), caller.start("second")
+    assert second.cancel()
+    gate.set()
+    assert first.result(timeout=10) is True
     with pytest.raises(millpond.Cancelled):
-        caller.call("stops", timeout=5)
+        second.result(timeout=10)
+    assert not looked
+
+
+def test_started_calls_pass_every_argument_on(served):
+    caller, server = served()
+    server.serve("all")(lambda *args, **kwargs: [list(args), kwargs])
+    call = caller.start("all", 1, name="n", timeout=3, self=4, grace=5)
+    assert call.result(timeout=10) == [[1], {"name": "n", "timeout": 3, "self": 4, "grace": 5}] and call.name == "all"
+    with pytest.raises(millpond.CannotCross, match=r'call\["args"\]\[0\]'):
+        caller.start("all", print)
+    assert not caller._pending and "done" in repr(call)
+
+
+def test_an_error_is_the_same_at_every_asking_and_keeps_nothing(served, fake):
+    caller, server = served()
+
+    @server.serve
+    def breaks(data):
+        raise KeyError("no such layer")
+
+    call = caller.start("breaks", b"x" * 5000)
+    for _ in range(2):
+        with pytest.raises(millpond.RemoteError, match="no such layer"):
+            call.result(timeout=10)
+    call = caller.start("nope", b"x" * 5000)
+    with pytest.raises(millpond.RemoteError, match="nothing is served"):
+        call.result(timeout=10)
+    wait_for(lambda: fake.live == 0, "the arguments are let go of")
+
+
+def test_the_end_of_another_channel_is_an_answer_too(served):
+    caller, server = served()
+
+    @server.serve
+    def ask_another():
+        raise millpond.PeerDied("the other worker has died")
+
+    server.serve("echo")(lambda x: x)
+    with pytest.raises(millpond.RemoteError) as e:
+        caller.call("ask_another", timeout=5)
+    assert e.value.remote_code == "PeerDied" and caller.call("echo", 1, timeout=5) == 1, "and it goes on serving"
 
 
 def test_log_records_come_to_the_logger_of_the_same_name(served, caplog):
@@ -283,3 +344,35 @@ def test_refs_in_calls_are_released(served, fake):
     for _ in range(20):
         assert caller.call("size", b"x" * 5000, timeout=5) == 5000
     assert fake.live == 0
+
+
+@pytest.mark.parametrize("what", ["nothing", "nonsense", "malformed", "the end", "a call"])
+def test_a_failure_keeps_nothing_of_its_callers(pair, fake, what):
+    sent = {"nonsense": (b"nonsense", []), "malformed": (b'[["m"],{"$":[]}]', []), "the end": None}
+    if what in sent:
+        fake.queues[2].put(sent[what])
+
+    class Value:
+        pass
+
+    def fail():
+        value = Value()
+        try:
+            pair[1].call("f", value=1, timeout=0.01) if what == "a call" else pair[1].recv(timeout=0.01)
+        except millpond.Error:
+            return weakref.ref(value)
+
+    gc.disable()
+    try:
+        assert fail()() is None
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("text", ['[["e",1],5]', '[["l"],5]', '[["l"],{"name":5}]', '[["l"],{"levelno":"high"}]', '[["k","gpu-x-pool"],[5,"x",[1,2,3,4]]]'])
+def test_what_is_no_error_record_or_pool_is_a_named_error_at_most(pair, fake, text):
+    fake.queues[2].put((text.encode(), []))
+    with pytest.raises((millpond.Protocol, millpond.RemoteError, millpond.Timeout)):
+        pair[1].call("f", timeout=0.05)
+    pair[0].send("after")
+    assert pair[1].recv(timeout=5) == "after"

@@ -74,8 +74,8 @@ def options(**fields):
     return argparse.Namespace(**dict({"rounds": 4, "slice_ms": 1.0, "cpu": 0}, **fields))
 
 
-def measured(processes, options, seconds):
-    found = conductor.come_up(processes, options, time.monotonic() + 9)
+def measured(processes, options, seconds, before=None):
+    found = conductor.come_up(processes, options, time.monotonic() + 9, before)
     conductor.measure(found, options, time.monotonic() + seconds, lambda text: None)
     return found
 
@@ -93,6 +93,14 @@ def test_modes_take_turns_with_ours_and_sizes_go_round(unpinned):
     assert turns[8:10] == [("x", "a"), ("ours", "a")], "B A in the next round"
     table = found.pairs.table()
     assert found.rounds == 4 and table["b"]["y"]["ours_over"] == {"median": 0.25, "q1": 0.25, "q3": 0.25, "n": 4}
+
+
+def test_what_later_processes_find_is_added_to_what_the_first_found(unpinned):
+    first = measured([Turns("ours", []), Turns("x", [])], options(), 9)
+    both = measured([Turns("ours", []), Turns("x", [], fails="start")], options(), 9, first)
+    both = measured([Turns("ours", []), Turns("x", [])], options(), 9, both)
+    assert both.rounds == 12 and both.failed == {"x": "no such library"}
+    assert both.pairs.table()["a"]["x"]["ours_over"] == {"median": 0.5, "q1": 0.5, "q3": 0.5, "n": 8}
 
 
 def test_a_mode_that_fails_is_named_and_the_others_go_on(unpinned):

@@ -36,6 +36,12 @@ def make(value):
     return millpond.ticket(mine)
 
 @conn.serve
+def pass_on(text):
+    global held
+    held = millpond.redeem(text)
+    return millpond.ticket(held)
+
+@conn.serve
 def drop():
     global held
     held = None
@@ -171,3 +177,43 @@ def test_what_is_no_ticket_of_this_arena_is_refused(arena):
     with pytest.raises(millpond.Error):
         millpond.redeem(bad)
     assert millpond.redeem(text)[0] == 1
+
+
+def test_a_ticket_of_anothers_value_outlives_that_other(arena):
+    """Its hold is in the table of the process whose bytes they are; the ticket is its maker's all the same."""
+    processes = [subprocess.Popen([sys.executable, "-c", REDEEM], env=arena.worker_env(f"x{i}")) for i in range(2)]
+    try:
+        first, second = [arena.accept(timeout=30) for _ in processes]
+        value = millpond.redeem(first.call("make", 4.0, timeout=30))
+        passed_on = [millpond.ticket(value) for _ in range(2)]
+        del value
+        pid = first.peer.pid
+        dead = next(p for p in processes if p.pid == pid)
+        dead.kill()
+        dead.wait(20)
+        eventually(lambda: arena.ledger()["devices"][0]["orphaned"] > 0)
+        assert second.call("redeem", passed_on[0], timeout=30) == 4000.0
+        second.call("drop", timeout=30)
+        assert arena.ledger()["devices"][0]["orphaned"] > 0, "the other ticket stands"
+        millpond.cancel_ticket(passed_on[1])
+        eventually(lambda: arena.ledger()["devices"][0]["orphaned"] == 0)
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def test_a_ticket_of_anothers_value_ends_with_its_maker(arena):
+    eventually(lambda: leased(arena) == 0)
+    process = subprocess.Popen([sys.executable, "-c", REDEEM], env=arena.worker_env("between"))
+    with arena.accept(timeout=30) as conn:
+        array = filled(3)
+        text = conn.call("pass_on", millpond.ticket(array), timeout=30)
+        conn.call("drop", timeout=30)
+        assert leased(arena) >= 4 << 20, "the ticket keeps it"
+        process.kill()
+        process.wait(20)
+        eventually(lambda: leased(arena) == 0)
+        with pytest.raises(millpond.Stale):
+            millpond.redeem(text)
+        assert array[9] == 3

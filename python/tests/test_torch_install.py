@@ -63,36 +63,205 @@ def test_pool_mode_needs_a_torch_that_has_it():
     assert "torch 2.8 or later" in out
 
 
-@native
-def test_install_replaces_the_allocator_with_every_hook_once():
-    code = (
-        GPU
-        + """
-set_hooks = []
-real = torch._C._cuda_customAllocator
+@pytest.fixture(scope="module")
+def hooks():
+    """What this torch has, by its version: method -> our function."""
+    version = tuple(int(n) for n in torch.__version__.split("+")[0].split(".")[:2])
+    names = ["init_fn", "reset_fn", "memory_fraction_fn", "base_alloc_fn", "record_stream_fn", "release_pool"]
+    names += (
+        ["begin_allocate_to_pool", "end_allocate_to_pool_fn"]
+        if version >= (2, 3)
+        else ["begin_allocate_stream_to_pool", "end_allocate_stream_to_pool_fn"]
+    )
+    return {f"set_{name}": "millpond_torch_" + (name[:-3] if name.endswith("_fn") else name) for name in names}
+
+
+#: An allocator that notes the hooks that it is given, over torch's own, which takes them. `HIDDEN`: what this torch is to lack.
+SPY = """
+calls, HIDDEN = [], {hidden!r}
+real, change = torch._C._cuda_customAllocator, torch._C._cuda_changeCurrentAllocator
 class Spy:
-    def __init__(self, a): self.a = a
+    def __init__(self, made): self.made = made
     def __getattr__(self, name):
-        set_hooks.append(name)
-        return getattr(self.a, name)
+        if name in HIDDEN:
+            raise AttributeError(name)
+        method = getattr(self.made, name)
+        def call(*arguments):
+            calls.append((name, arguments))
+            return method(*arguments)
+        return call
 def make(*addresses):
     assert all(addresses), addresses
-    a = real(*addresses)
-    make.made = a
-    return Spy(a)
+    return Spy(real(*addresses))
 torch._C._cuda_customAllocator = make
-change = torch._C._cuda_changeCurrentAllocator
-torch._C._cuda_changeCurrentAllocator = lambda spy: change(spy.a)
+torch._C._cuda_changeCurrentAllocator = lambda spy: change(spy.made)
+address = _native.library().address_of
+"""
+
+
+@native
+def test_install_gives_torch_every_hook_of_its_version_once(hooks):
+    code = (
+        GPU
+        + SPY.format(hidden=())
+        + f"expected = {hooks!r}"
+        + """
 millpond.torch.install()
 millpond.torch.install()
-from millpond.torch import _HOOKS
-assert {h for h in set_hooks if h.startswith("set_")} == set(_HOOKS), set_hooks
+assert sorted(calls) == sorted((method, (address(function),)) for method, function in expected.items()), calls
 print(torch.cuda.get_allocator_backend(), millpond.torch.installed())
 """
         + REFUSED.format(call="install(mode='pool')")
     )
     out = run(code)
     assert out.startswith("pluggable replace\nRefused") or out.startswith("native replace\nRefused"), out
+
+
+SHARE = """
+from torch.multiprocessing import reductions
+assert "_share_cuda_" in reductions.reduce_tensor.__code__.co_names, "this torch shares by another function"
+def share(nbytes=64, of=torch.UntypedStorage):
+    try:
+        storage = torch.UntypedStorage(nbytes)
+        (storage if of is torch.UntypedStorage else of(wrap_storage=storage, dtype=torch.uint8, _internal=True))._share_cuda_()
+    except Exception as e:
+        return f"{type(e).__name__}: {e}"
+torchs = share()
+assert torchs and not torchs.startswith("Unsupported"), torchs
+"""
+
+
+@native
+def test_a_torch_without_a_hook_goes_without_but_not_without_those_of_captures(hooks):
+    begin, end = (next(name for name in hooks if name.startswith(f"set_{which}_allocate")) for which in ("begin", "end"))
+    refused = "".join(
+        f"HIDDEN = {hidden!r}" + REFUSED.format(call="install()") + "assert not calls and not millpond.torch.installed()\n"
+        for hidden in ((begin,), (end,))
+    )
+    rest = "HIDDEN = ('set_base_alloc_fn',); millpond.torch.install(); print(*sorted(name for name, _ in calls))"
+    *said, given = run(GPU + SPY.format(hidden=()) + refused + rest).splitlines()
+    assert len(said) == 2 and all(line.startswith("Unsupported torch ") and "CUDA graph captures" in line for line in said), said
+    assert given.split() == sorted(set(hooks) - {"set_base_alloc_fn"})
+
+
+@native
+def test_torch_calls_the_hooks_with_the_pool_by_value():
+    """As far as torch calls them where there is no driver: what it hands over is what our functions are declared to take."""
+    code = """
+import ctypes, torch
+made, seen = torch._C._cuda_customAllocator(1, 2), []
+u64 = ctypes.c_uint64
+Pool = ctypes.CFUNCTYPE(None, ctypes.c_int, u64, u64)
+hooks = [Pool(lambda *arguments, name=name: seen.append((name, arguments))) for name in ("release", "begin", "end")]
+at = lambda hook: ctypes.cast(hook, ctypes.c_void_p).value
+made.set_release_pool(at(hooks[0]))
+by_pool = hasattr(made, "set_begin_allocate_to_pool")
+if by_pool:
+    made.set_begin_allocate_to_pool(at(hooks[1]))
+    made.set_end_allocate_to_pool_fn(at(hooks[2]))
+torch._C._cuda_changeCurrentAllocator(made)
+begin = getattr(torch._C, "_cuda_beginAllocateCurrentThreadToPool", None) or getattr(torch._C, "_cuda_beginAllocateToPool", None)
+if by_pool and begin:
+    begin(0, (3, 7))
+    torch._C._cuda_endAllocateToPool(0, (3, 7))
+torch._C._cuda_releasePool(0, (3, 7))
+expected = ["begin", "end", "release"] if by_pool and begin else ["release"]
+assert seen == [(name, (0, 3, 7)) for name in expected], seen
+print("fine")
+"""
+    assert run(code) == "fine"
+
+
+ASKED = """
+torch.cuda.is_initialized = torch.cuda.memory.is_initialized = lambda: True
+asked = {
+    **{name: (lambda name=name: getattr(torch.cuda, name)(0)) for name in (
+        "memory_stats", "memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved", "memory_summary",
+        "reset_peak_memory_stats", "reset_accumulated_memory_stats")},
+    "memory_snapshot": torch.cuda.memory_snapshot,
+    "_snapshot": torch.cuda.memory._snapshot,
+}
+torch.cuda.device_count = lambda: 0
+raised = set()
+for name, ask in asked.items():
+    try:
+        ask()
+    except RuntimeError as e:
+        assert "does not yet support" in str(e), e
+        raised.add(name)
+    except millpond.Error:
+        pass  # ours, without an arena
+"""
+
+
+#: What torch.compile(mode="reduce-overhead") asks of the allocator, first what it asks first.
+TREES = """
+for ask in (lambda: torch._C._cuda_checkPoolLiveAllocations(0, (0, 1), set()), lambda: torch._C._cuda_getCheckpointState(0, (0, 1))):
+    try:
+        ask()
+    except millpond.Unsupported as e:
+        print(e)
+"""
+
+
+@native
+def test_torchs_own_sharing_of_our_memory_says_what_to_do_instead():
+    """What torch.multiprocessing comes to for a CUDA tensor; the storage is in host memory here, which ours does not look at."""
+    out = run(
+        GPU
+        + SHARE
+        + """
+millpond.torch.install(stats=False)
+for of in (torch.UntypedStorage, torch.storage.TypedStorage):
+    print(share(of=of))
+    assert share(of=of).startswith("Unsupported: 64 bytes of GPU memory that millpond gave to torch"), share(of=of)
+assert not (share(0) or "").startswith("Unsupported"), "nothing is nothing to share"
+from millpond import _torch_reducer
+_torch_reducer._installed = True
+assert "reducer carries no such tensor" in share(), share()
+millpond.torch.uninstall_stats(); millpond.torch.uninstall_stats()
+assert share() == torchs, share()
+assert "_share_cuda_" not in vars(torch.UntypedStorage)
+"""
+    )
+    assert "conn.send(t)" in out and "millpond.torch.install_reducer()" in out and "without a copy" in out
+
+
+def test_in_pool_mode_only_what_is_ours_is_not_shared():
+    """torch's allocator shares its own memory as ever."""
+    code = (
+        GPU
+        + SHARE
+        + """
+from millpond import _torch_share
+kind = "block"
+def control(op, address):
+    assert op == "locate" and address
+    if kind is None:
+        raise millpond.NotAttached("not attached any more")
+    return {"kind": kind}
+_native.control = control
+_torch_share.install(everything=False); _torch_share.install(everything=False)
+assert "install_reducer" in share()
+kind = "import"
+assert "install_reducer" in share()
+for kind in ("foreign", None):
+    assert share() == torchs, share()
+_torch_share.uninstall()
+kind = "block"
+assert share() == torchs
+print("fine")
+"""
+    )
+    assert run(code) == "fine"
+
+
+@native
+@pytest.mark.parametrize("stats", [True, False])
+def test_statistics_are_refused_by_torch_without_the_patch_and_graph_trees_by_us_in_any_case(stats):
+    code = f"{GPU}millpond.torch.install(stats={stats}){ASKED}assert raised == (set() if {stats} else set(asked)), raised{TREES}"
+    said = run(code).splitlines()
+    assert len(said) == 2 and all('mode="reduce-overhead"' in line and 'mode="pool"' in line and "issue" not in line for line in said)
 
 
 def test_free_memory_counts_what_is_at_hand():

@@ -275,6 +275,19 @@ HOSTILE = [
     '[["m"],{"$":["t","t",0,0,"float32",[1000],0]}]',
     '[["m"],{"$":["t","b",0,0,"uint8",[1000],0]}]',
     '[["m"],{"$":["t","b",0,0,"uint8",["x"],0]}]',
+    '[["m"],{"$":["t","b",0,0,"uint8",[1000,0],0]}]',
+    '[["m"],{"$":["t","a",0,0,"uint8",[1000],[0]]}]',
+    '[["m"],{"$":["t","m",0,0,"uint8",[1000,0],0]}]',
+    '[["m"],{"$":["t","m",0,0,"uint8",[],0]}]',
+    '[["m"],{"$":["t","b",0,0.5,"uint8",[1],0]}]',
+    '[["m"],{"$":["t","b",0,0,"uint8",[1.5],0]}]',
+    '[["m"],{"$":["t","n",0,0,"float32",[99999999999999999999,0],0]}]',
+    '[["m"],{"$":["t","n",-1,0,"float32",[99999999999999999999,0],0]}]',
+    '[["m"],{"$":["f",' + "9" * 400 + "]}]",
+    '[["m"],' + "9" * 5000 + "]",
+    '[["m"],]',
+    '[["m"],1 ]',
+    '[["m"],1],2]',
     '[["m"],{"$":["t","n",0.5,0,"float32",[1],0]}]',
     '[["m"],{"$":["t","n",0,0.5,"float32",[1],0]}]',
     '[["m"],{"$":["t"]}]',
@@ -306,10 +319,20 @@ def test_a_malformed_value_is_a_named_error_and_lets_go(fake, pair, text):
     assert fake.live == 0
 
 
-@pytest.mark.parametrize("text", ["", "{}", "[1]", "[[]]", "[{},1]", "nonsense", '[["m"]', '[["m"] ,1]', '["m",1]'])
-def test_a_message_that_is_not_ours_is_refused(text):
-    with pytest.raises(millpond.Protocol, match="not ours"):
-        _decode.Received(text, [], 0)
+NOT_OURS = ["", "{}", "[1]", "[[]]", "[{},1]", "nonsense", '[["m"]', '[["m"] ,1]', '["m",1]', "[" * 100_000]
+NOT_OURS += [f"[{header},1]" for header in ('[]', '[""]', '["re",1]', '["zz",1]', "[5]", "[null]", "[[]]", "[{}]", '["k"]', '["k",1]')]
+NOT_OURS += [f"[{header},1]" for header in ('["c"]', '["c",1]', '["c",[],"f",null]', '["c",1,2,null]', '["c",1,"f",[]]', '["c",1,"f",null,1]')]
+NOT_OURS += [f"[{header},1]" for header in ('["r"]', '["r",[]]', '["e",{}]', '["x"]', '["x","1"]')]
+
+
+@pytest.mark.parametrize("text", NOT_OURS, ids=range(len(NOT_OURS)))
+def test_a_message_that_is_not_ours_is_refused_and_lets_go(fake, pair, text):
+    fake.queues[2].put((text.encode(), [((__import__("ctypes").c_char * 64)(), 64, -1, 0)]))
+    pair[0].send("after")
+    with pytest.raises(millpond.Protocol, match="not ours") as e:
+        pair[1].recv(timeout=5)
+    del e
+    assert fake.live == 0 and pair[1].recv(timeout=5) == "after"
 
 
 def test_unknown_dtype_is_named(fake, pair):
@@ -338,3 +361,23 @@ def test_a_refusal_deep_in_a_big_tree_names_the_right_one(pair):
 def test_encode_keeps_pairs_and_plain_dicts_apart():
     assert _tree.encode({"a": 1}).text == b'{"a":1}'
     assert _tree.encode({"$": 1}).text == b'{"$":["d",[["$",1]]]}'
+
+
+@pytest.mark.parametrize("text", [b"\xff", b'[["m"],"\xc3"]'])
+def test_what_is_no_text_is_refused_as_not_ours(monkeypatch, text):
+    from types import SimpleNamespace
+
+    from millpond import _native
+
+    def receive(channel, timeout, flags, streams, count, at, size, out):
+        data = _native._HEAD.__self__.pack(1, 7) + _native.TENSOR.pack(0, 64, 0, 5, -1, 0) + text
+        __import__("ctypes").memmove(at, data, len(data))
+        return len(data)
+
+    released = []
+    monkeypatch.setattr(_native, "_loaded", SimpleNamespace(receive=receive))
+    monkeypatch.setattr(_native, "import_release", released.append)
+    with pytest.raises(millpond.Protocol, match="not ours"):
+        _decode.Received(*_native.receive(1, 0, 0, ()))
+    gc.collect()
+    assert released == [5]

@@ -38,6 +38,12 @@ class Worker:
     def get(self, name):
         return self.kept[name]
 
+    def ticket(self, name):
+        return millpond.ticket(self.kept[name])
+
+    def redeem(self, name, text):
+        self.kept[name] = millpond.redeem(text)
+
     def fill(self, name, value):
         self.kept[name][...] = value
 

@@ -1,10 +1,13 @@
 """Full replacement in one process: numbers, out of memory, statistics, streams, threads, exit, fork."""
+import ctypes
+import json
 import os
 import pickle
 import subprocess
 import sys
 import tempfile
 import threading
+import time
 
 from harness import Parent, Skip, at_once, check, equal, raises, test, until, worker
 
@@ -220,6 +223,93 @@ def statistics_of_all_kinds():
     return {"free_by_comfy_GiB": round(free_comfy / GIB, 1)}
 
 
+def _free_by_driver():
+    """What the driver has free on this context's device, by its own word."""
+    free, total = ctypes.c_size_t(), ctypes.c_size_t()
+    equal(ctypes.CDLL("libcuda.so.1").cuMemGetInfo_v2(ctypes.byref(free), ctypes.byref(total)), 0, "cuMemGetInfo")
+    return free.value
+
+
+@test(alone=True)
+def free_memory_by_comfyui():
+    """ComfyUI's formula for free memory follows what is allocated, freed and given back, beside the driver's word and the ledger."""
+    p = Parent()
+    torch = p.torch
+    from millpond import _native
+
+    def formula():
+        s = torch.cuda.memory_stats(torch.device("cuda:0"))
+        return torch.cuda.mem_get_info()[0] + s["reserved_bytes.all.current"] - s["active_bytes.all.current"]
+
+    def compare(what):
+        torch.cuda.synchronize()
+        by_us = lambda: _native.control("at_hand", device=0)["bytes"] + p.mine("reserved") - p.mine("allocated")
+        # What is at hand becomes the driver's, between two looks perhaps.
+        both = lambda: (formula(), _free_by_driver() + by_us())
+        near = lambda found, expected: abs(found - expected) <= 64 * MIB
+        until(lambda: near(*both()), 3, lambda: f"{what}: the formula's, and the driver's and the ledger's: {both()}")
+        return formula()
+
+    torch.ones(8, device="cuda")
+    start = compare("at first")
+    x = [empty(torch, GIB) for _ in range(3)]
+    taken = start - compare("with 3 GiB")
+    check(abs(taken - 3 * GIB) <= 128 * MIB, "3 GiB took", taken)
+    del x[1:]
+    check(abs(start - compare("with 2 GiB freed and cached") - GIB) <= 128 * MIB)
+    torch.cuda.empty_cache()
+    check(abs(start - compare("after empty_cache") - GIB) <= 128 * MIB)
+    x.clear()
+    check(abs(start - compare("with all freed")) <= 128 * MIB)
+
+
+NATIVE_KEYS = """
+import json, torch
+x = torch.ones(1000, device="cuda")
+print(json.dumps([sorted(torch.cuda.memory_stats()), sorted(torch.cuda.memory_stats_as_nested_dict()), sorted(torch.cuda.memory_snapshot()[0]),
+    sorted(torch.cuda.memory_snapshot()[0]["blocks"][0]), sorted(torch.cuda.memory._snapshot())]))
+"""
+
+
+@test()
+def statistics_have_torchs_keys():
+    """memory_stats and its nested form have the keys of torch's own allocator, no less and no more; the snapshot has all of them."""
+    p = Parent()
+    torch = p.torch
+    env = {key: value for key, value in os.environ.items() if not key.startswith(("MILLPOND", "PYTORCH_"))}
+    done = subprocess.run([sys.executable, "-c", NATIVE_KEYS], capture_output=True, text=True, timeout=50, env=env)
+    equal(done.returncode, 0, done.stderr[-1500:])
+    native = json.loads(done.stdout.strip().splitlines()[-1])
+    x = torch.ones(1000, device="cuda")
+    segment = torch.cuda.memory_snapshot()[0]
+    whole = torch.cuda.memory._snapshot()
+    ours = [torch.cuda.memory_stats(), torch.cuda.memory_stats_as_nested_dict(), segment, segment["blocks"][0], whole]
+    names = ("memory_stats", "memory_stats_as_nested_dict", "a segment", "a block", "_snapshot")
+    found = list(zip(names, map(set, native), map(set, ours)))
+    equal({name: sorted(theirs - mine) for name, theirs, mine in found if theirs - mine}, {}, "keys that are lacking")
+    more = {name: sorted(mine - theirs) for name, theirs, mine in found if mine - theirs}
+    equal({name: keys for name, keys in more.items() if name.startswith("memory_stats")}, {}, "keys that torch does not have")
+    equal(float(x.sum()), 1000.0)
+    return {"more_keys": more}
+
+
+@test()
+def statistics_without_the_patch():
+    """install(stats=False): torch's statistics raise RuntimeError, ours are there all the same; with the patch they are right."""
+    p = Parent(replace=False)
+    torch = p.torch
+    p.millpond.torch.install(stats=False)
+    x = empty(torch, 10 * MIB)
+    for ask in (torch.cuda.memory_allocated, torch.cuda.memory_stats, torch.cuda.max_memory_reserved, torch.cuda.reset_peak_memory_stats):
+        check("does not yet support" in str(raises(RuntimeError, ask)), ask.__name__)
+    check(any(b["size"] >= 10 * MIB for seg in p.millpond.torch.memory_snapshot()["segments"] for b in seg["blocks"]), "no such block")
+    from millpond import _torch_stats
+
+    _torch_stats.install()
+    equal(torch.cuda.memory_allocated(), p.mine("allocated"), "with the patch")
+    check(torch.cuda.memory_allocated() >= x.numel())
+
+
 @test()
 def memory_fraction():
     """set_per_process_memory_fraction limits, is told back, and can be lifted."""
@@ -283,6 +373,65 @@ def order_between_streams():
         check(bool((out == turn + 1).all()), f"turn {turn}: the clone has other bytes")
         del others, same, out
     return {"same_stream_reused_at_once": f"{reused} of 4"}
+
+
+@worker
+def wants_it_too(conn):
+    import torch
+
+    nbytes = conn.recv(timeout=60)
+    end = time.monotonic() + 30
+    while True:
+        try:
+            mine = torch.full((nbytes,), 201, dtype=torch.uint8, device="cuda")
+            break
+        except torch.OutOfMemoryError:
+            check(time.monotonic() < end, "the bytes never came")
+    conn.send("got it")
+    conn.recv(timeout=60)
+    torch.cuda.synchronize()
+    check(bool((mine == 201).all()), "other bytes")
+    conn.send("right")
+    conn.recv(timeout=60)
+
+
+@test()
+def order_in_a_full_arena():
+    """The same where nothing can grow: another stream gets the very bytes while the kernel runs, and waits on the GPU; another process
+    gets them when it is over."""
+    p = Parent(limit="1GiB")
+    torch = p.torch
+    s1, s2 = torch.cuda.Stream(), torch.cuda.Stream()
+    n = 800 * MIB
+    conn = p.worker(wants_it_too)
+    outs = [torch.empty(MIB, dtype=torch.uint8, device="cuda") for _ in range(2)]
+
+    def busy(out, value):
+        """Bytes that s1 reads after a long kernel, freed; where they were."""
+        with torch.cuda.stream(s1):
+            x = torch.full((n,), value, dtype=torch.uint8, device="cuda")
+            torch.cuda._sleep(LONG)
+            out.copy_(x[-MIB:])
+            return x.data_ptr()
+
+    where = busy(outs[0], 1)
+    with torch.cuda.stream(s2):
+        y = torch.empty(n, dtype=torch.uint8, device="cuda")
+        check(not s1.query(), "malloc waited for the kernel, or it was over")
+        equal(y.data_ptr(), where, "the same bytes")
+        y.fill_(200)
+    torch.cuda.synchronize()
+    check(bool((outs[0] == 1).all()), "another stream's bytes")
+    del y
+    busy(outs[1], 2)
+    conn.send(n)
+    check(not s1.query(), "the kernel was over before the other process asked")
+    equal(conn.recv(timeout=60), "got it")
+    check(s1.query(), "another process had bytes that queued work still reads")
+    check(bool((outs[1] == 2).all()), "another process's bytes")
+    conn.send("check")
+    equal(conn.recv(timeout=60), "right")
+    conn.send("end")
 
 
 @test()
@@ -542,12 +691,26 @@ def install_twice_and_too_late():
 
 @test(quick=False)
 def native_ipc_is_refused_by_name():
-    """torch.multiprocessing of our tensors: an error that can be read, and all works on."""
+    """torch.multiprocessing of our tensors: our error, which names what to call instead, and all works on; with the reducer it goes."""
     p = Parent()
-    torch = p.torch
+    torch, millpond = p.torch, p.millpond
+    from multiprocessing.reduction import ForkingPickler
+
     from torch.multiprocessing.reductions import reduce_tensor
 
     x = torch.ones(10, device="cuda")
-    e = raises(Exception, reduce_tensor, x)
+    said = []
+    for share in (reduce_tensor, ForkingPickler.dumps, lambda t: t.untyped_storage()._share_cuda_()):
+        e = raises(millpond.Unsupported, share, x)
+        said.append(str(e))
+        check("conn.send" in said[-1] and "millpond.torch.install_reducer()" in said[-1], said[-1])
+        equal(e.code, "Unsupported")
+    reduce_tensor(torch.ones(0, device="cuda"))  # nothing to share
     equal(float(x.sum()), 10.0)
-    return {"says": f"{type(e).__name__}: {str(e)[:200]}"}
+    millpond.torch.install_reducer()
+    equal(ForkingPickler.loads(bytes(ForkingPickler.dumps(x))).data_ptr(), x.data_ptr(), "the same memory")
+    millpond.torch.uninstall_reducer()
+    millpond.torch.uninstall_stats()
+    torchs = raises(Exception, reduce_tensor, x)
+    check(not isinstance(torchs, millpond.Error), "taken away again", torchs)
+    return {"says": said[0][:300], "torch says": f"{type(torchs).__name__}: {str(torchs)[:200]}"}

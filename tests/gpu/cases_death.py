@@ -305,36 +305,89 @@ def sleeper_with_fork(conn):
     import torch
 
     t = torch.full((256 * MIB,), 1, dtype=torch.uint8, device="cuda")
+    torch.cuda._sleep(1000)
+    torch.cuda.synchronize()
+    conn.send(torch.zeros(4, device="cuda"))
     torch.cuda.synchronize()
     pid = os.fork()
     if pid == 0:
-        time.sleep(3)
+        time.sleep(60)
         os._exit(0)
-    for n in range(3000):
-        t.fill_(n % 256)
-    conn.send(pid)
+    for _ in range(40):
+        torch.cuda._sleep(LONG)
+    t.fill_(9)
+    conn.send({"child": pid, "t": t})
     time.sleep(60)
 
 
 @test(alone=True, quick=False)
 def killed_with_a_forked_child():
-    """SIGKILL of a process whose forked child lives on: nothing is reused before the child is gone too."""
+    """SIGKILL of a process in mid-kernel whose forked child lives on, so that its kernels do too: nothing is reused and nobody who waits
+    is released before the child is gone too."""
     p = Parent()
+    torch = p.torch
+    torch.zeros(64 * MIB, dtype=torch.uint8, device="cuda").sum(dtype=torch.int64)
+    torch.cuda.synchronize()
     conn = p.worker(sleeper_with_fork)
-    child = conn.recv(timeout=60)
-    pid = conn.process.pid
+    conn.recv(timeout=60)
+    found = conn.recv(timeout=60, lazy=True)
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        total = found["t"].value().sum(dtype=torch.int64)
+    pid, child = conn.process.pid, found["child"]
     held = p.of(pid, "reserved")
     check(held >= 256 * MIB, held)
     os.kill(pid, signal.SIGKILL)
     conn.process.wait()
-    time.sleep(0.5)
+    for _ in range(50):
+        check(not stream.query() and not found["t"].ready(), "released while its kernels may run")
+        time.sleep(0.01)
     equal(p.of(pid, "reserved"), held, "reserved while the child still has the driver's files")
     start = time.perf_counter()
     os.kill(child, signal.SIGKILL)
+    until(stream.query, 10, "the stream never went on")
+    released = time.perf_counter() - start
+    raises(p.millpond.PeerDied, found["t"].ready)
+    del found, total
+    torch.cuda.synchronize()
     until(lambda: p.of(pid, "reserved") == 0, 10, lambda: f"never given back: {p.arena.ledger()}")
     took = time.perf_counter() - start
     p.close()
-    return {"ms_after_the_child": round(took * 1e3, 2)}
+    return {"released_ms_after_the_child": round(released * 1e3, 2), "ms_after_the_child": round(took * 1e3, 2)}
+
+
+@worker
+def in_a_long_kernel(conn):
+    import torch
+
+    conn.send(torch.zeros(4, device="cuda"))
+    torch.cuda.synchronize()
+    for _ in range(12):
+        torch.cuda._sleep(LONG)
+    conn.send("queued")
+    torch.cuda.synchronize()
+    conn.send("over")
+    conn.recv(timeout=60)
+
+
+@test(quick=False)
+def a_worker_in_a_long_kernel_lives():
+    """A worker that waits seconds for its kernel beats all the while, and is never taken for a stopped one."""
+    p = Parent()
+    p.torch.ones(1, device="cuda")
+    conn = p.worker(in_a_long_kernel)
+    conn.recv(timeout=60)
+    equal(conn.recv(timeout=60), "queued")
+    states, start = set(), time.perf_counter()
+    while not p.millpond.wait_any([conn], timeout=0.05):
+        clients = [c for d in p.arena.ledger()["devices"] for c in d["clients"] if c["pid"] == conn.process.pid]
+        states |= {c["state"] for c in clients}
+    took = time.perf_counter() - start
+    equal(conn.recv(timeout=60), "over")
+    check(took > 1.5, f"the kernels took {took:.2f} s: too short to show anything")
+    equal(states, {"alive"})
+    p.close()
+    return {"seconds": round(took, 2)}
 
 
 @worker
@@ -477,5 +530,6 @@ def owner_killed():
     time.sleep(0.2)
     equal(float(t.sum()), 2.0 * MIB)
     e = raises(Exception, lambda: torch.empty(6 * GIB, dtype=torch.uint8, device="cuda"))
+    check("the owner of the arena has ended" in str(e), e)
     equal(float((t + 1).sum()), 3.0 * MIB)
     return {"growth_says": f"{type(e).__name__}: {str(e)[:250]}"}

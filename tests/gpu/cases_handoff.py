@@ -306,6 +306,71 @@ def ready_gate():
 
 
 @worker
+def makes_bytes(conn):
+    import millpond
+    import torch
+
+    n = conn.recv(timeout=60)
+    if GPU:
+        t = torch.full((n,), 3, dtype=torch.uint8, device="cuda")
+    else:
+        t = millpond.empty((n,), "uint8", kind="t").fill_(3)
+    conn.send(t)
+    del t
+    conn.recv(timeout=60)
+
+
+@test(host=True)
+def letting_go_needs_no_gil_and_no_idle_stream():
+    """An import's DLPack deleter on a thread of C's, while Python's lock is held and the import's stream is busy: it returns at once."""
+    import ctypes
+
+    from millpond import _native
+
+    p = Parent()
+    torch = p.torch
+    conn = p.worker(makes_bytes)
+    conn.send(MIB)
+    memory = conn.recv(timeout=60, lazy=True)._memory
+    memory.touch()
+    handle = memory.handle
+    if GPU:
+        torch.cuda._sleep(1000)
+        sync(torch)
+        sleep(torch, 2 * LONG)
+    capsule = _native.dlpack_capsule(memory.address, memory.device, 1, 8, (memory.nbytes,), (1,), memory.handle, memory.kind)
+    memory.owned = False
+    taken = b"used_dltensor"
+    api = ctypes.pythonapi
+    get = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(("PyCapsule_GetPointer", api))
+    rename = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.c_char_p)(("PyCapsule_SetName", api))
+    tensor = get(capsule, b"dltensor")
+    rename(capsule, taken)
+    deleter = ctypes.c_void_p.from_address(tensor + 56)  # behind 48 bytes of DLTensor and manager_ctx
+    held = ctypes.PyDLL(None)  # these are called with the lock held, and it is not given away in between
+    interval, thread = sys.getswitchinterval(), ctypes.c_ulong()
+    sys.setswitchinterval(1000)
+    try:
+        start = time.perf_counter()
+        equal(held.pthread_create(ctypes.byref(thread), None, deleter, ctypes.c_void_p(tensor)), 0, "pthread_create")
+        until_then = (ctypes.c_long * 2)(int(time.time()) + 10, 0)
+        code = held.pthread_timedjoin_np(thread, None, until_then)
+        took = time.perf_counter() - start
+    finally:
+        sys.setswitchinterval(interval)
+    equal(code, 0, "the deleter waits for Python, or for the stream: pthread_timedjoin_np")
+    if GPU:
+        check(not torch.cuda.current_stream().query(), "the kernel was over before: the test tests nothing")
+        check(not _native.control("import_parted", **{"import": handle})["parted"], "its stream can reach it yet")
+    sync(torch)
+    until(lambda: _native.control("import_parted", **{"import": handle})["parted"], 10, "DONE")
+    waited = until(lambda: p.mine("leased_in") == 0, 10, "the hold ends")
+    conn.send(None)
+    p.close()
+    return {"deleter_ms": round(took * 1e3, 3), "hold_ended_after_ms": round(waited * 1e3, 2)}
+
+
+@worker
 def slow_user(conn):
     import torch
 
@@ -564,6 +629,8 @@ def user_of_parents_memory(conn):
 
     def compute(x):
         result = conn.result((1000,), torch.float32, None)
+        if x.is_cuda:
+            torch.cuda._sleep(400_000_000)  # who reads too early reads something else
         return result.copy_(x[:1000] * 2)
 
     conn.serve(compute)

@@ -222,7 +222,7 @@ class Runner:
         found = self.last_line_of("stress", command)
         if found is None:
             return
-        found["figures"] = {key: found[key] for key in ("kills", "ops", "transfers", "seconds", "reclaim_ms", "release_us") if key in found}
+        found["figures"] = {key: found[key] for key in ("kills", "timed_kills", "killed_inside", "ops", "transfers", "seconds", "reclaim_ms", "release_us", "outside_bytes", "outside_not_checked") if key in found}
         if found.get("findings"):
             found["error"] = "; ".join(found["findings"])
 

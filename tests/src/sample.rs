@@ -31,6 +31,6 @@ impl Sample {
     #[must_use]
     pub fn json(&mut self, unit: f64) -> Value {
         let mut at = |share| ((self.quantile(share) as f64) / unit * 1000.0).round() / 1000.0;
-        json!({ "p50": at(0.5), "p99": at(0.99), "p999": at(0.999), "min": at(0.0), "max": at(1.0), "n": self.0.len() })
+        json!({ "p50": at(0.5), "p90": at(0.9), "p99": at(0.99), "p999": at(0.999), "min": at(0.0), "max": at(1.0), "n": self.0.len() })
     }
 }

@@ -1,209 +1,17 @@
-//! Every step of the contract, and every way in which a process can end there.
+//! What the end of a process means for others: who is released, what stays, what comes back. Step by step: `contract_steps.rs`.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
 mod common;
 
 use std::time::Duration;
 
-use common::{eventually, is_all, link, plainly, send_late, tree, Arena, Worker, BOUND, MIB};
+use common::{eventually, fds_of, is_all, link, plainly, send_late, tree, Arena, BOUND, MIB};
 use millpond_ipc::client::{Client, Error, Options, Place};
 use millpond_ipc::wire::Role;
 
 #[test]
 fn role() {
     common::role();
-}
-
-/// Where in a lease's life its two processes are.
-#[derive(Debug, Clone, Copy, PartialEq)]
-enum Step {
-    /// The hold is made, the frame has not left: the socket is full.
-    Export,
-    /// The frame is out, the value not ready.
-    Unready,
-    /// The frame is out, the value ready.
-    Ready,
-    /// Taken up, mapped nowhere, not ready.
-    ImportUnready,
-    /// Taken up, mapped nowhere, ready.
-    Import,
-    /// The consumer's stream is about to write it.
-    Write,
-    /// Let go of; the consumer's stream is not past.
-    Done,
-    /// Acknowledged with a DONE that is not reached.
-    Ack,
-    /// Acknowledged and reached; the producer has not looked.
-    Release,
-}
-
-const STEPS: [Step; 9] =
-    [Step::Export, Step::Unready, Step::Ready, Step::ImportUnready, Step::Import, Step::Write, Step::Done, Step::Ack, Step::Release];
-
-struct Pair {
-    a: Worker,
-    b: Worker,
-    ab: u64,
-    ba: u64,
-}
-
-/// Brings a new pair to a step. `a` produces, `b` consumes.
-fn bring(arena: &Arena, step: Step) -> Pair {
-    let (mut a, mut b) = (arena.worker("a"), arena.worker("b"));
-    let (ab, ba) = link(&mut a, &mut b);
-    let bytes = if step == Step::Export { 512 } else { MIB };
-    a.ok(&format!("alloc {bytes} 1"));
-    a.ok("fill 0 1");
-    let unready = matches!(step, Step::Unready | Step::ImportUnready);
-    if unready {
-        a.ok("stall 1");
-        a.ok("fill 0 1 1");
-    }
-    match step {
-        Step::Export => a.ask(&format!("flood {ab} 0")),
-        _ => drop(a.ok(&format!("send {ab} 0 {}", if unready { "1" } else { "-" }))),
-    }
-    match step {
-        Step::Export | Step::Unready | Step::Ready => {}
-        Step::ImportUnready | Step::Import => drop(b.ok(&format!("recv {ba} lazy"))),
-        Step::Write | Step::Done | Step::Ack | Step::Release => {
-            b.ok(&format!("alloc {MIB} 1"));
-            b.ok(&format!("recv {ba} 1"));
-            b.ok("stall 1");
-            b.ok("touch 0 2 1");
-            if step != Step::Write {
-                b.ok("release 0");
-            }
-            if matches!(step, Step::Ack | Step::Release) {
-                // The next call that is handed the stream queues the DONE.
-                b.ok(&format!("send {ba} 0 1"));
-            }
-            if step == Step::Release {
-                b.ok("go 1");
-                b.ok("sync 1");
-            }
-        }
-    }
-    if step == Step::Export {
-        // It blocks in the send: no answer.
-        assert_eq!(a.answers_within(Duration::from_millis(100)), None);
-    }
-    Pair { a, b, ab, ba }
-}
-
-fn the_producer_dies(arena: &Arena, step: Step, how: &str) {
-    let Pair { mut a, mut b, ba, .. } = bring(arena, step);
-    // A process that blocks takes no command.
-    a.die(if step == Step::Export && !matches!(how, "kill" | "stop") { "kill" } else { how });
-    match step {
-        Step::Export => {
-            // What left is good; then the channel is at its end.
-            let mut whole = 0;
-            loop {
-                let answer = b.tell(&format!("recv {ba}"));
-                if answer.starts_with("err Closed") {
-                    break;
-                }
-                assert!(answer.starts_with("ok "), "{answer}");
-                b.ok(&format!("check {whole} 1"));
-                b.ok(&format!("release {whole}"));
-                whole += 1;
-            }
-            assert!(whole > 0);
-        }
-        Step::Unready => {
-            b.fails("PeerDied", &format!("recv {ba} wait"));
-            assert_eq!(b.number("imported"), 0);
-            b.fails("Closed", &format!("recv {ba}"));
-        }
-        Step::Ready => {
-            b.ok(&format!("recv {ba}"));
-            b.ok("check 0 1");
-            b.ok("release 0");
-        }
-        Step::ImportUnready => {
-            b.fails("PeerDied", "ready 0");
-            b.fails("PeerDied", "open 0");
-            b.ok("release 0");
-        }
-        Step::Import => {
-            b.ok("ready 0");
-            b.ok("open 0");
-            b.ok("check 0 1");
-            b.ok("release 0");
-        }
-        Step::Write => {
-            b.ok("go 1");
-            b.ok("sync 1");
-            b.ok("check 0 2");
-            b.ok("release 0");
-        }
-        Step::Done | Step::Ack => drop(b.ok("go 1")),
-        Step::Release => {}
-    }
-    b.ok(&format!("close {ba}"));
-    let own = arena.row("b").unwrap().reserved;
-    arena.settles_at(own);
-    eventually("the dead one is gone", || arena.row("a").is_none());
-}
-
-fn the_consumer_dies(arena: &Arena, step: Step, how: &str) {
-    let Pair { mut a, mut b, ab, .. } = bring(arena, step);
-    b.die(how);
-    if step == Step::Export {
-        assert!(a.answer().starts_with("err Closed"));
-    }
-    if matches!(step, Step::Unready | Step::ImportUnready) {
-        a.ok("go 1");
-    }
-    eventually("the lease ends", || a.number("leases") == 0);
-    a.ok("waitdone 0 - 1000");
-    a.fails("Closed", &format!("send {ab} 0"));
-    // What the dead one sent and nobody received is held until here.
-    a.ok(&format!("close {ab}"));
-    a.ok("free 0");
-    a.ok("sync 1");
-    a.ok("trim");
-    arena.settles_at(0);
-    eventually("the dead one is gone", || arena.row("b").is_none());
-}
-
-fn fds_of(pid: i32) -> usize {
-    std::fs::read_dir(format!("/proc/{pid}/fd")).unwrap().count()
-}
-
-fn every_step(how: &str) {
-    let arena = Arena::new();
-    let before = fds_of(arena.owner.pid());
-    for step in STEPS {
-        eprintln!("{step:?}, {how}");
-        the_producer_dies(&arena, step, how);
-        eventually("nobody is attached", || arena.ledger().devices[0].clients.is_empty());
-        the_consumer_dies(&arena, step, how);
-        eventually("nobody is attached", || arena.ledger().devices[0].clients.is_empty());
-    }
-    arena.settles_at(0);
-    eventually("the owner has no more descriptors than before", || fds_of(arena.owner.pid()) <= before);
-}
-
-#[test]
-fn killed_at_every_step() {
-    every_step("kill");
-}
-
-#[test]
-fn stopped_and_killed_at_every_step() {
-    every_step("stop");
-}
-
-#[test]
-fn ended_without_a_word_at_every_step() {
-    every_step("exit");
-}
-
-#[test]
-fn crashed_at_every_step() {
-    every_step("segv");
 }
 
 /// A stream that waits goes on after the process is gone and not before, and so does a thread; neither waits for anything else.
@@ -305,20 +113,53 @@ fn a_forked_child_is_waited_for() {
     let arena = Arena::new();
     let (mut a, mut b) = (arena.worker("a"), arena.worker("b"));
     let (_, ba) = send_late(&mut a, &mut b);
-    let child: i32 = a.ok("fork").parse().unwrap();
+    a.fork();
     a.die("kill");
     eventually("its process has ended", || arena.row("a").is_some_and(|row| row.state == "dying"));
     // The child holds the driver's files: the work may run on, so nobody is told anything, and nothing is used again.
     assert_eq!(b.number("idle 1"), 0);
     b.fails("Timeout", "ready 0 100");
     assert!(arena.row("a").unwrap().reserved >= MIB);
-    // SAFETY: a grandchild of ours that only pauses.
-    unsafe { libc::kill(child, libc::SIGKILL) };
+    a.end_child();
     b.ok("sync 1");
     b.fails("PeerDied", "ready 0");
     b.ok("release 0");
     b.ok(&format!("close {ba}"));
     arena.settles_at(0);
+}
+
+#[test]
+fn a_chunk_of_which_a_part_is_lent_is_the_owners_whole() {
+    let arena = Arena::new();
+    let (mut a, mut b, mut c) = (arena.worker("a"), arena.worker("b"), arena.worker("c"));
+    let (ab, ba) = link(&mut a, &mut b);
+    let (ac, ca) = link(&mut a, &mut c);
+    // Of one chunk a part is lent, of the other nothing.
+    for block in 0..2 {
+        a.ok(&format!("alloc {}", 32 * MIB));
+        a.ok(&format!("fill {block} 5"));
+    }
+    for channel in [ab, ac] {
+        a.ok(&format!("sendpart {channel} 0 {} {MIB}", 7 * MIB));
+    }
+    b.ok(&format!("recv {ba}"));
+    c.ok(&format!("recv {ca} lazy"));
+    assert_eq!((arena.books(), arena.row("a").unwrap().chunks), ((64 * MIB, 0, 0), 2));
+    a.die("kill");
+    let whole = (32 * MIB, 0, 32 * MIB);
+    eventually("it is the owner's", || arena.books() == whole);
+    b.ok("check 0 5");
+    b.ok("release 0");
+    // With a death the owner looks at all that the dead left.
+    b.die("kill");
+    eventually("one of its readers is gone", || arena.row("b").is_none());
+    assert_eq!(arena.books(), whole, "the last still reads");
+    c.ok("open 0");
+    c.ok("check 0 5");
+    assert_eq!(arena.books(), whole);
+    c.ok("release 0");
+    arena.settles_at(0);
+    eventually("the dead one is gone", || arena.row("a").is_none());
 }
 
 #[test]

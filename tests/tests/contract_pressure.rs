@@ -3,11 +3,13 @@
 
 mod common;
 
-use common::{block, eventually, link, plainly, tree, Arena, BOUND, MIB};
+use common::{block, eventually, link, plainly, tree, Arena, Worker, BOUND, MIB};
 use millpond_allocator::driver::Stream;
 use millpond_allocator::heap::HeapError;
 use millpond_ipc::client::{Error, Outgoing, Place, Way};
+use millpond_ipc::owner::Config;
 use std::sync::Barrier;
+use std::time::{Duration, Instant};
 
 #[test]
 fn role() {
@@ -113,7 +115,7 @@ fn a_thousand_transfers_leave_nothing_behind() {
         let i = b.number(&format!("recv {ba}"));
         b.ok(&format!("check {i} {}", k % 251));
         b.ok(&format!("release {i}"));
-        let now = |a: &mut common::Worker, b: &mut common::Worker| (a.number("fds"), b.number("fds"), b.number("vm"));
+        let now = |a: &mut Worker, b: &mut Worker| (a.number("fds"), b.number("fds"), b.number("vm"));
         match k {
             100 => flat = now(&mut a, &mut b),
             999 => {
@@ -182,4 +184,66 @@ fn idle_clients_give_way() {
     a.ok("free 0");
     b.ok(&format!("alloc {}", 192 * MIB));
     assert!(arena.row("a").unwrap().reserved <= 64 * MIB);
+}
+
+fn bound() -> Duration {
+    Duration::from_millis(Config::default().trim_timeout_ms)
+}
+
+/// How long an allocation takes that must be refused.
+fn refused(worker: &mut Worker, bytes: u64) -> Duration {
+    let start = Instant::now();
+    worker.fails("OutOfMemory", &format!("alloc {bytes}"));
+    start.elapsed()
+}
+
+/// The first that is refused waits for one that does not answer; who comes later does not.
+fn assert_delays(first: &mut Worker, later: &mut Worker, bytes: u64) {
+    let took = refused(first, bytes);
+    assert!(took >= bound(), "it was not asked, or not waited for: {took:?}");
+    assert!(took < bound() + Duration::from_secs(2), "{took:?}");
+    assert_waits_for_nobody(later, bytes);
+}
+
+/// The best of a few, since the machine may be busy.
+fn assert_waits_for_nobody(worker: &mut Worker, bytes: u64) {
+    let best = (0..3).map(|_| refused(worker, bytes)).min().unwrap();
+    assert!(best < bound(), "{best:?}");
+}
+
+#[test]
+fn a_stopped_client_delays_nobody_beyond_the_bound() {
+    let arena = Arena::with(256 * MIB, 32 * MIB);
+    let (mut a, mut b, mut c) = (arena.worker("a"), arena.worker("b"), arena.worker("c"));
+    a.ok(&format!("alloc {}", 192 * MIB));
+    a.ok("free 0");
+    a.said.signal(libc::SIGSTOP);
+    assert_delays(&mut b, &mut c, 192 * MIB);
+    // What there is without it is had.
+    b.ok(&format!("alloc {}", 64 * MIB));
+    assert_waits_for_nobody(&mut b, MIB);
+    // When it goes on it does as it was asked.
+    a.said.signal(libc::SIGCONT);
+    eventually("it gives way", || arena.row("a").unwrap().reserved <= 64 * MIB);
+    c.ok(&format!("alloc {}", 128 * MIB));
+}
+
+#[test]
+fn a_stopped_reader_of_what_was_given_back_delays_nobody_beyond_the_bound() {
+    let arena = Arena::with(256 * MIB, 32 * MIB);
+    let (mut a, mut b, mut c) = (arena.worker("a"), arena.worker("b"), arena.worker("c"));
+    let (ab, ba) = link(&mut a, &mut b);
+    a.ok(&format!("alloc {}", 128 * MIB));
+    a.ok(&format!("send {ab} 0"));
+    b.ok(&format!("recv {ba}"));
+    b.ok("release 0");
+    eventually("the lease ends", || a.number("leases") == 0);
+    b.said.signal(libc::SIGSTOP);
+    a.ok("free 0");
+    a.ok("trim");
+    eventually("retired", || arena.books() == (128 * MIB, 128 * MIB, 0));
+    assert_delays(&mut c, &mut a, 192 * MIB);
+    b.said.signal(libc::SIGCONT);
+    arena.settles_at(0);
+    c.ok(&format!("alloc {}", 192 * MIB));
 }

@@ -75,6 +75,45 @@ fn one_signal_serves_a_message() {
     assert_eq!((frame["ready"].as_array().unwrap().len(), frame["tensors"].as_array().unwrap().len()), (1, 20));
 }
 
+/// One write for READY, one wait for it, one write for DONE, and once in each call who the stream is. Nothing else, nothing for the
+/// tensor's size, and nothing at all to let go.
+#[test]
+fn a_warm_hand_off_asks_the_driver_for_one_write_one_wait_and_one_write() {
+    use millpond_allocator::driver::host::HostCall::{StreamCapture, StreamId, WaitValue, WriteValue};
+    let arena = Arena::new();
+    let (a, b) = (arena.client("a"), arena.client("b"));
+    let (to_b, to_a) = common::channels(&a, &b);
+    let (ours, theirs) = (a.driver(Place::Host).unwrap(), b.driver(Place::Host).unwrap());
+    let (stream, other) = (ours.stream_create().unwrap(), theirs.stream_create().unwrap());
+    let on_other = |_: &_| Some(other);
+    let options = ReceiveOptions { stream: &on_other, ..plainly(false) };
+    for bytes in [4096, 48 * MIB] {
+        let addr = a.heap(Place::Host).unwrap().allocate(bytes, stream).unwrap();
+        let outgoing = Outgoing { addr, bytes, place: Place::Host, stream: Some(stream), import: None, read_only: false, way: Way::Found };
+        let hand_over = || {
+            a.send(&to_b, tree(), &[outgoing], None).unwrap();
+            let message = b.receive(&to_a, &options).unwrap();
+            b.release(message.tensors[0].import).unwrap();
+        };
+        // Mapped, its timelines known, and no READY yet that the CPU could see: the waits are queued.
+        let stall = ours.host().unwrap().stall(stream);
+        hand_over();
+        [&ours, &theirs].into_iter().for_each(|driver| driver.host().unwrap().note_calls());
+        hand_over();
+        assert_eq!(ours.host().unwrap().take_calls(), [StreamCapture, StreamId, WriteValue], "READY");
+        // The DONE is that of the one before: it comes with the next call that is handed the stream.
+        assert_eq!(theirs.host().unwrap().take_calls(), [StreamCapture, StreamId, WaitValue, WriteValue], "READY, DONE");
+        stall.release();
+        common::eventually("the leases end", || a.leases() == 0);
+        assert_eq!(
+            (ours.host().unwrap().take_calls(), theirs.host().unwrap().take_calls()),
+            (vec![], vec![]),
+            "to acknowledge costs no call"
+        );
+        a.free(addr).unwrap();
+    }
+}
+
 /// A replay would signal again; and to ask a capturing stream who it is ends its capture, on a GPU too.
 #[test]
 fn nothing_is_sent_or_taken_in_a_capture_and_the_capture_goes_on() {
@@ -129,6 +168,37 @@ fn a_context_that_dies_is_reported_and_its_waiters_are_released() {
     b.ok("release 0");
     assert!(arena.row("a").unwrap().reserved >= MIB);
     a.die("kill");
+    arena.settles_at(0);
+}
+
+#[test]
+fn a_reader_whose_context_dies_keeps_what_its_work_could_reach_until_it_ends() {
+    let arena = Arena::new();
+    let (mut a, mut b) = (arena.worker("a"), arena.worker_with("b", &[("MILLPOND_HOST_FAIL", "stream_synchronize:2:700")]));
+    let (ab, ba) = link(&mut a, &mut b);
+    a.ok(&format!("alloc {MIB} 1"));
+    a.ok("fill 0 1");
+    a.ok(&format!("send {ab} 0"));
+    b.ok(&format!("recv {ba} 1"));
+    b.ok("sync 1");
+    b.ok("stall 1");
+    b.ok("touch 0 2 1");
+    b.fails("Test", "sync 1");
+    common::eventually("the ledger says so", || arena.row("b").is_some_and(|row| row.state == "faulted"));
+    a.fails("Timeout", "waitdone 0 - 50");
+    assert_eq!(a.number("leases"), 1, "it has not let go");
+    b.fails("DriverUnavailable", &format!("alloc {MIB}"));
+    // It lets go, but there is no telling when its work is over.
+    b.ok("release 0");
+    a.fails("Timeout", "waitdone 0 - 50");
+    assert_eq!(a.number("leases"), 1);
+    b.die("kill");
+    common::eventually("the lease ends", || a.number("leases") == 0);
+    a.ok("waitdone 0 - 1000");
+    a.ok("checkblock 0 1");
+    a.ok(&format!("close {ab}"));
+    a.ok("free 0");
+    a.ok("trim");
     arena.settles_at(0);
 }
 

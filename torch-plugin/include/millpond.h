@@ -22,6 +22,13 @@
 // Asked of a send: the receiver maps it read-only. Set by a receive: it is so.
 #define MILLPOND_READ_ONLY 2
 
+// Set by a ticket: the bytes lie in a segment of torch's caching allocator ([`segments`](crate::segments)), which is pinned as a whole: the caller keeps
+// the tensor itself until `lent` says that nobody uses its bytes any more.
+#define IN_SEGMENT 16
+
+// The same in the result of [`millpond_send`], of one tensor or more of the message.
+#define ANY_IN_SEGMENT (1 << 62)
+
 // Asked of a receive: map nothing, wait for nothing.
 #define MILLPOND_LAZY 1
 
@@ -141,6 +148,7 @@ const char *millpond_version(void);
 // | listen | | {}: from here on growths that do not fit are told of (a parent, everybody's; else its own refusals), and deaths |
 // | next_event | timeout_ms | event: {kind (pressure, refusal, death), cause (of a death, if it was killed by policy), device, by, asked, limit, reserved, free, missed}, or null |
 // | locate | address | kind (block, import, foreign), window, offset, device |
+// | lent | ranges: [[address, bytes]] | lent: [whether a receiver may still use a byte of it], segment: [whether it lies in one of torch's] |
 // | copy_by_host | device, to, from, bytes, stream: one side is host memory; returns when it is there | pinned, pageable: bytes |
 // | copy_out | as copy_by_host, from a GPU: it is queued, and a message with the block may leave | number, pieces: [end, timeline, value], pinned, pageable |
 // | copied_out | number: must follow | {}: that copy is over |
@@ -208,8 +216,8 @@ uint64_t millpond_allocate(int32_t device,
 int32_t millpond_deallocate(uint64_t address);
 
 // Sends one message with all its tensors. Every hold is made before the frame leaves. Returns which of the first 62 tensors were copied
-// into the arena first, a bit each; `copied`, if it is not null, gets a byte each, 1 for those. -1 and the last error where nothing
-// was sent.
+// into the arena first, a bit each, and in bit 62 whether any lies in a segment of torch's caching allocator (`MILLPOND_IN_SEGMENT`); `copied`, if
+// it is not null, gets a byte each, 1 for what was copied. -1 and the last error where nothing was sent.
 //
 // # Safety
 // `tree` has `tree_bytes` bytes, `tensors` has `count` entries (it need not be aligned), `copied` is null or has room for `count` bytes.
@@ -279,7 +287,8 @@ int32_t millpond_wait_done(uint64_t address,
 // Whether torch's out-of-memory exception can be thrown in this process: its symbols are there.
 int32_t millpond_torch_can_throw(void);
 
-// A message for whoever redeems it, as text: null and the last error where it cannot be. Sets `MILLPOND_COPIED` in place.
+// A message for whoever redeems it, as text: null and the last error where it cannot be. Sets `MILLPOND_COPIED` and
+// `MILLPOND_IN_SEGMENT` in place.
 //
 // # Safety
 // `tree` has `tree_bytes` bytes, `tensors` has `count` entries.
@@ -342,6 +351,14 @@ void millpond_torch_record_stream(void *pointer, void *stream);
 void millpond_torch_begin_allocate_to_pool(int device,
                                            struct millpond_pool_id pool,
                                            const void *_filter);
+
+// [`millpond_torch_begin_allocate_to_pool`] as torch 2.1 and 2.2 have it: they name the stream, and the pool at the beginning only.
+void millpond_torch_begin_allocate_stream_to_pool(int device,
+                                                  void *stream,
+                                                  struct millpond_pool_id pool);
+
+// [`millpond_torch_end_allocate_to_pool`] as torch 2.1 and 2.2 have it.
+void millpond_torch_end_allocate_stream_to_pool(int device, void *stream);
 
 // The capture has ended.
 void millpond_torch_end_allocate_to_pool(int device, struct millpond_pool_id pool);

@@ -17,7 +17,7 @@ use serde_json::{json, Value};
 
 use crate::error::{give, guard, take, ApiError, Result, FAILED};
 use crate::tensor::place;
-use crate::{copies, foreign, recording, state, stats, tensor, torch};
+use crate::{copies, foreign, recording, segments, state, stats, tensor, torch};
 use request::Op;
 use session::{attach, channel, serve_inline, status, stop_inline};
 
@@ -60,6 +60,7 @@ pub extern "C" fn millpond_version() -> *const c_char {
 /// | listen | | {}: from here on growths that do not fit are told of (a parent, everybody's; else its own refusals), and deaths |
 /// | next_event | timeout_ms | event: {kind (pressure, refusal, death), cause (of a death, if it was killed by policy), device, by, asked, limit, reserved, free, missed}, or null |
 /// | locate | address | kind (block, import, foreign), window, offset, device |
+/// | lent | ranges: [[address, bytes]] | lent: [whether a receiver may still use a byte of it], segment: [whether it lies in one of torch's] |
 /// | copy_by_host | device, to, from, bytes, stream: one side is host memory; returns when it is there | pinned, pageable: bytes |
 /// | copy_out | as copy_by_host, from a GPU: it is queued, and a message with the block may leave | number, pieces: [end, timeline, value], pinned, pageable |
 /// | copied_out | number: must follow | {}: that copy is over |
@@ -172,6 +173,10 @@ fn run(op: Op) -> Result<Value> {
         Op::NextEvent { timeout_ms } => json!({ "event": state::client()?.next_event(wait(timeout_ms))? }),
         Op::Counters => counters(&*state::client()?),
         Op::Locate { address } => locate(&*state::client()?, address),
+        Op::Lent { ranges } => {
+            let segment: Vec<bool> = ranges.iter().map(|(addr, _)| segments::holds(*addr)).collect();
+            json!({ "lent": state::client()?.lent(&ranges), "segment": segment })
+        }
         Op::CopyByHost { device, to, from, bytes, stream } => copies::by_host(device, to, from, bytes, stream)?,
         Op::CopyOut(op) => copies::out(&op)?,
         Op::CopiedOut { number } => {

@@ -2,7 +2,7 @@
 //!
 //! * [`torch`]: `malloc`, `free` and torch's optional hooks. No GIL, no message, no wait but for growth.
 //! * [`control`]: everything that is not hot, as one JSON request and one JSON answer.
-//! * [`tensor`]: blocks, messages, imports.
+//! * [`tensor`]: blocks, messages, imports; [`segments`]: what torch's caching allocator cuts into tensors itself.
 //! * [`foreign`]: memory that is not the arena's, by tokens of the driver's.
 //! * [`ticket`]: values for receivers that are not known yet.
 //! * [`dlpack`]: tensors for other libraries, with a deleter of ours.
@@ -22,6 +22,7 @@ pub mod error;
 pub mod foreign;
 mod frames;
 mod recording;
+pub mod segments;
 pub mod state;
 pub mod stats;
 pub mod tensor;

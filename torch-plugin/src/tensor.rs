@@ -14,12 +14,17 @@ use millpond_ipc::control::Tier;
 use parking_lot::Mutex;
 
 use crate::error::{guard, ApiError, Result, FAILED};
-use crate::{frames, state};
+use crate::{frames, segments, state};
 
 /// Set by a send: the bytes were copied into the arena first.
 pub const COPIED: u32 = 1;
 /// Asked of a send: the receiver maps it read-only. Set by a receive: it is so.
 pub const READ_ONLY: u32 = 2;
+/// Set by a ticket: the bytes lie in a segment of torch's caching allocator ([`segments`](crate::segments)), which is pinned as a whole: the caller keeps
+/// the tensor itself until `lent` says that nobody uses its bytes any more.
+pub const IN_SEGMENT: u32 = 16;
+/// The same in the result of [`millpond_send`], of one tensor or more of the message.
+pub const ANY_IN_SEGMENT: i64 = 1 << 62;
 /// Asked of a receive: map nothing, wait for nothing.
 pub const LAZY: u32 = 1;
 /// Asked of a receive or an open: block until READY is reached, or its producer has died.
@@ -144,6 +149,7 @@ pub extern "C" fn millpond_deallocate(address: u64) -> i32 {
 }
 
 pub(crate) fn deallocate(address: u64) -> Result<()> {
+    segments::remove(address);
     if let Some(heap) = state::heap_of(address, 0) {
         return Ok(heap.free(address).map_err(millpond_ipc::client::Error::from)?);
     }
@@ -154,8 +160,8 @@ pub(crate) fn deallocate(address: u64) -> Result<()> {
 const IN_RESULT: usize = 62;
 
 /// Sends one message with all its tensors. Every hold is made before the frame leaves. Returns which of the first 62 tensors were copied
-/// into the arena first, a bit each; `copied`, if it is not null, gets a byte each, 1 for those. -1 and the last error where nothing
-/// was sent.
+/// into the arena first, a bit each, and in bit 62 whether any lies in a segment of torch's caching allocator (`MILLPOND_IN_SEGMENT`); `copied`, if
+/// it is not null, gets a byte each, 1 for what was copied. -1 and the last error where nothing was sent.
 ///
 /// # Safety
 /// `tree` has `tree_bytes` bytes, `tensors` has `count` entries (it need not be aligned), `copied` is null or has room for `count` bytes.
@@ -184,7 +190,9 @@ pub unsafe extern "C" fn millpond_send(
             // SAFETY: by this function's contract.
             made.iter().enumerate().for_each(|(n, made)| unsafe { *copied.add(n) = u8::from(*made) });
         }
-        Ok(made.iter().take(IN_RESULT).enumerate().map(|(n, made)| i64::from(*made) << n).sum())
+        let in_segment = segments::any() && tensors.iter().any(|tensor| segments::holds(tensor.address));
+        let bits: i64 = made.iter().take(IN_RESULT).enumerate().map(|(n, made)| i64::from(*made) << n).sum();
+        Ok(if in_segment { bits | ANY_IN_SEGMENT } else { bits })
     })
 }
 
@@ -210,7 +218,8 @@ fn way(flags: u32) -> Way {
 
 pub(crate) fn mark(tensors: &mut [millpond_tensor], copied: &[bool]) {
     for (tensor, copied) in tensors.iter_mut().zip(copied) {
-        tensor.flags = tensor.flags & !COPIED | if *copied { COPIED } else { 0 };
+        let in_segment = if segments::holds(tensor.address) { IN_SEGMENT } else { 0 };
+        tensor.flags = tensor.flags & !(COPIED | IN_SEGMENT) | if *copied { COPIED } else { in_segment };
     }
 }
 

@@ -11,7 +11,8 @@ use crate::tensor::{mark, millpond_message, millpond_tensor, of_message, outgoin
 /// Asked of a ticket: it may be redeemed any number of times, until it is cancelled.
 pub const MANY: u32 = 1;
 
-/// A message for whoever redeems it, as text: null and the last error where it cannot be. Sets `MILLPOND_COPIED` in place.
+/// A message for whoever redeems it, as text: null and the last error where it cannot be. Sets `MILLPOND_COPIED` and
+/// `MILLPOND_IN_SEGMENT` in place.
 ///
 /// # Safety
 /// `tree` has `tree_bytes` bytes, `tensors` has `count` entries.

@@ -11,9 +11,11 @@ use std::sync::atomic::Ordering;
 
 use millpond_allocator::driver::Stream;
 use millpond_allocator::heap::{HeapError, PoolId};
+use parking_lot::Mutex;
 
 use crate::error::{panic_text, ApiError};
 use crate::frames;
+use crate::segments;
 use crate::state;
 use crate::throw::{throw, Kind};
 
@@ -32,6 +34,9 @@ impl From<millpond_pool_id> for PoolId {
         Self { graph: id.graph, user: id.user }
     }
 }
+
+/// The pools of captures under way, by device and stream, where torch says at the end only which stream it was.
+static CAPTURES: Mutex<Vec<((c_int, u64), PoolId)>> = Mutex::new(Vec::new());
 
 fn stream_of(stream: *mut c_void) -> Stream {
     Stream(stream as u64)
@@ -65,7 +70,11 @@ pub extern "C-unwind" fn millpond_malloc(size: usize, device: c_int, stream: *mu
 /// torch's malloc under a `MemPool`: null where there is no memory, so that torch frees its cache and tries again.
 #[no_mangle]
 pub extern "C" fn millpond_pool_malloc(size: usize, device: c_int, stream: *mut c_void) -> *mut c_void {
-    allocate(size, device, stream).unwrap_or(null_mut())
+    let made = allocate(size, device, stream).unwrap_or(null_mut());
+    if !made.is_null() {
+        segments::add(made as u64, size as u64);
+    }
+    made
 }
 
 /// torch's free. Never unwinds, never fails: an address that is no live block is counted and left alone. In a forked child,
@@ -77,6 +86,7 @@ pub extern "C" fn millpond_free(pointer: *mut c_void, _size: usize, device: c_in
             return;
         }
         let addr = pointer as u64;
+        segments::remove(addr);
         if state::heap_of(addr, device).is_none_or(|heap| heap.free_from(addr, frames::of_free()).is_err()) {
             state::FOREIGN_FREES.fetch_add(1, Ordering::Relaxed);
         }
@@ -170,6 +180,37 @@ pub extern "C" fn millpond_torch_record_stream(pointer: *mut c_void, stream: *mu
 pub extern "C" fn millpond_torch_begin_allocate_to_pool(device: c_int, pool: millpond_pool_id, _filter: *const c_void) {
     quietly(|| {
         state::heap(device)?.begin_pool(pool.into());
+        Ok(())
+    });
+}
+
+/// [`millpond_torch_begin_allocate_to_pool`] as torch 2.1 and 2.2 have it: they name the stream, and the pool at the beginning only.
+#[no_mangle]
+pub extern "C" fn millpond_torch_begin_allocate_stream_to_pool(device: c_int, stream: *mut c_void, pool: millpond_pool_id) {
+    quietly(|| {
+        let heap = state::heap(device)?;
+        let key = (device, stream as u64);
+        let mut captures = CAPTURES.lock();
+        // One that failed: torch does not say that it has ended, and a stream is in one at a time.
+        captures.retain(|(other, _)| *other != key);
+        captures.push((key, pool.into()));
+        drop(captures);
+        heap.begin_pool(pool.into());
+        Ok(())
+    });
+}
+
+/// [`millpond_torch_end_allocate_to_pool`] as torch 2.1 and 2.2 have it.
+#[no_mangle]
+pub extern "C" fn millpond_torch_end_allocate_stream_to_pool(device: c_int, stream: *mut c_void) {
+    quietly(|| {
+        let key = (device, stream as u64);
+        let mut captures = CAPTURES.lock();
+        let ended = captures.iter().position(|(other, _)| *other == key).map(|at| captures.swap_remove(at));
+        drop(captures);
+        if let Some((_, pool)) = ended {
+            state::heap(device)?.end_pool(pool);
+        }
         Ok(())
     });
 }

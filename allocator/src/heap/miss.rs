@@ -146,11 +146,17 @@ impl Heap {
     /// Takes what other streams have freed but not finished with, and makes this stream wait for them on the GPU. Not in a
     /// capture, and not while any stream stands behind a timeline that may never come.
     fn wait_on_others(&self, request: Request) -> Option<Addr> {
-        if request.capturing || self.any_unmet() {
+        if request.capturing {
             return None;
         }
         let mut inner = self.whole();
-        let inner = &mut *inner;
+        match &self.timelines {
+            Some(timelines) => timelines.unless_unmet(|| self.wait_on(&mut inner, request)).flatten(),
+            None => self.wait_on(&mut inner, request),
+        }
+    }
+
+    fn wait_on(&self, inner: &mut Inner, request: Request) -> Option<Addr> {
         let place = inner.place(request.id, request.capturing);
         if request.bytes <= self.config.chunk_bytes {
             if let Some(allocation) = self.wait_for_one(inner, request, place) {
@@ -214,7 +220,7 @@ impl Heap {
     }
 
     fn any_unmet(&self) -> bool {
-        self.timelines.as_ref().is_some_and(|timelines| timelines.any_unmet())
+        self.timelines.as_ref().is_some_and(|timelines| timelines.unless_unmet(|| ()).is_none())
     }
 
     pub(super) fn out_of_memory(&self, asked: u64, limit: Option<u64>, detail: String) -> HeapError {

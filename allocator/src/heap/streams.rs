@@ -18,7 +18,8 @@ use super::is_legacy;
 /// How much a stream frees before an event of it is worth its microsecond or two, though nobody asks: of a thousand calls none should
 /// pay for it. Whoever misses a block asks, and finds by its next miss what was free at this one.
 const SELDOM: Freed = Freed { blocks: 2048, bytes: 32 << 30 };
-/// The same where nobody can record the context: these are then the only events that a stream leaves behind when it stays away.
+/// The same where nobody can record the context, or where such an event is in flight, which covers nothing of what is freed behind it:
+/// these are then the only events that a stream leaves behind when it stays away.
 const OFTEN: Freed = Freed { blocks: 64, bytes: 1 << 30 };
 /// Events of one stream in flight; after that the newest is recorded anew, which covers more.
 const EVENTS_IN_FLIGHT: usize = 16;
@@ -254,7 +255,7 @@ impl Streams {
         self.states.len() > 2
             && self.captures == 0
             && self.states.get(stream as usize).is_some_and(|s| {
-                let unasked = if self.context_events { SELDOM } else { OFTEN };
+                let unasked = if self.context_events && self.in_context.is_empty() { SELDOM } else { OFTEN };
                 s.wanted > s.recorded.max(self.context_done) || s.freed.blocks >= unasked.blocks || s.freed.bytes >= unasked.bytes
             })
     }

@@ -111,6 +111,19 @@ fn without_events_of_the_context_each_stream_is_recorded_often() {
 }
 
 #[test]
+fn behind_an_event_of_the_context_that_does_not_come_each_stream_is_recorded_often() {
+    let mut lab = Lab::new();
+    let stall = lab.stall();
+    lab.streams.record_context().unwrap();
+    lab.streams.poll();
+    assert_eq!([lab.until_due(), lab.until_due()], [OFTEN.blocks; 2]);
+    stall.release();
+    lab.driver.stream_synchronize(lab.raw[0]).unwrap();
+    lab.streams.poll();
+    assert_eq!(lab.until_due(), SELDOM.blocks);
+}
+
+#[test]
 fn nothing_is_due_in_a_capture_and_what_was_asked_for_is_after_it() {
     let mut lab = Lab::new();
     lab.streams.set_captures(1);

@@ -15,7 +15,7 @@ use serde_json::value::RawValue;
 use super::error::Error;
 use super::lease::HoldRef;
 use super::policy::cause_of;
-use crate::control::{ClientRow, ClientState, Control, HoldState, Tier, MAX_CLIENTS};
+use crate::control::{ClientRow, ClientState, Control, HoldState, HoldWord, Tier, MAX_CLIENTS};
 use crate::wire::{epochs, send_frame, FrameError, FrameReader, Peer};
 
 /// A tensor on the wire.
@@ -100,6 +100,12 @@ impl Office {
         Self { control, me, pid: std::process::id(), open: Mutex::default() }
     }
 
+    /// The owner has made a channel. Noted where that is read, so before its peer's death, which the owner says later: what the dead one
+    /// has sent over it is still to be received.
+    pub(super) fn opened(&self, peer: &Peer) {
+        *self.open.lock().entry(peer.serial).or_default() += 1;
+    }
+
     /// A channel has ended: what came on it and was not received never will be.
     ///
     /// Its frames that are still whole are read, so that their holds end. What a living sender had not sent whole it takes back
@@ -125,7 +131,7 @@ impl Office {
         let row = self.control.client(peer.client).and_then(|cell| cell.read()).filter(|row| row.serial == peer.serial);
         let dead = |row: ClientRow| matches!(ClientState::from_word(row.state), ClientState::Gone | ClientState::Orphaned);
         if last && row.is_some_and(|row| broken || dead(row)) {
-            self.drop_unread(peer.client);
+            self.drop_unread(peer);
         }
         self.control.changes().fetch_add(1, Ordering::Relaxed);
     }
@@ -133,19 +139,25 @@ impl Office {
     /// A client is dead: what it had begun to send and nobody will finish ends, unless a channel is still to be read.
     pub(super) fn died(&self, peer: &Peer) {
         if !self.open.lock().contains_key(&peer.serial) {
-            self.drop_unread(peer.client);
+            self.drop_unread(peer);
+            self.control.changes().fetch_add(1, Ordering::Relaxed);
         }
     }
 
     /// Ends every hold that a sender made for this client and that was not taken up.
-    fn drop_unread(&self, sender: u32) {
-        for producer in 0..MAX_CLIENTS as u32 {
-            for (_, hold) in self.control.used_holds(producer) {
-                let word = hold.word();
-                let ours = u32::from(word.sender()) == sender && u32::from(word.receiver()) == self.me;
-                if word.state() == HoldState::InFlight && ours {
-                    hold.decline(word.generation(), self.me as u8);
-                }
+    fn drop_unread(&self, sender: &Peer) {
+        let of_sender = |word: HoldWord| {
+            let (from, to) = (u32::from(word.sender()), u32::from(word.receiver()));
+            word.state() == HoldState::InFlight && (from, to) == (sender.client, self.me)
+        };
+        let words = (0..MAX_CLIENTS as u32).flat_map(|producer| self.control.used_holds(producer)).map(|(_, hold)| (hold, hold.word()));
+        let unread: Vec<_> = words.filter(|(_, word)| of_sender(*word)).collect();
+        // A slot is not given to another while such a hold is left. Has it been, then none was, and what was found is the other's: asked
+        // after the look, since the other may have come during it.
+        let row = self.control.client(sender.client).and_then(|cell| cell.read());
+        if row.is_some_and(|row| row.serial == sender.serial) {
+            for (hold, word) in unread {
+                hold.decline(word.generation(), self.me as u8);
             }
         }
     }
@@ -168,8 +180,8 @@ pub struct Channel {
 }
 
 impl Channel {
+    /// Of a channel that [`Office::opened`] was told of.
     pub(super) fn new(socket: OwnedFd, peer: Peer, office: Arc<Office>) -> Self {
-        *office.open.lock().entry(peer.serial).or_default() += 1;
         Self {
             socket,
             peer,
@@ -309,5 +321,65 @@ impl Channel {
 impl Drop for Channel {
     fn drop(&mut self) {
         self.close();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::control::Claim;
+
+    const ME: u32 = 1;
+
+    fn office() -> (Arc<Control>, Office) {
+        let control = Arc::new(Control::create([1, 2], 3).unwrap());
+        (control.clone(), Office::new(control, ME))
+    }
+
+    fn peer(client: u32, serial: u64) -> Peer {
+        Peer { client, serial, name: String::new(), pid: 0 }
+    }
+
+    /// A client has a slot, and a value of it is on its way here.
+    fn sends(control: &Control, sender: &Peer) {
+        control.client(sender.client).unwrap().write(&ClientRow { serial: sender.serial, ..ClientRow::default() });
+        control.high_hold(sender.client).unwrap().store(1, Ordering::Relaxed);
+        let claim = Claim { lease: 1, window: 2, offset: 0, bytes: 8 };
+        control.hold(sender.client, 0).unwrap().make(sender.client as u8, ME as u8, claim).unwrap();
+    }
+
+    fn state(control: &Control, sender: &Peer) -> HoldState {
+        control.hold(sender.client, 0).unwrap().word().state()
+    }
+
+    #[test]
+    fn what_a_dead_sender_had_not_sent_ends() {
+        let (control, office) = office();
+        let dead = peer(4, 10);
+        sends(&control, &dead);
+        office.died(&dead);
+        assert_eq!(state(&control, &dead), HoldState::Done);
+    }
+
+    #[test]
+    fn what_came_over_a_channel_that_is_still_to_be_read_stays() {
+        let (control, office) = office();
+        let dead = peer(4, 10);
+        sends(&control, &dead);
+        // The owner's answer was read; whoever asked has not come to it yet.
+        office.opened(&dead);
+        office.died(&dead);
+        assert_eq!(state(&control, &dead), HoldState::InFlight);
+        office.ended(&dead, Vec::new(), true);
+        assert_eq!(state(&control, &dead), HoldState::Done);
+    }
+
+    #[test]
+    fn what_the_next_in_a_dead_ones_slot_has_sent_stays() {
+        let (control, office) = office();
+        let (dead, next) = (peer(4, 10), peer(4, 11));
+        sends(&control, &next);
+        office.died(&dead);
+        assert_eq!(state(&control, &next), HoldState::InFlight);
     }
 }

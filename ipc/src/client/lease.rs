@@ -4,13 +4,14 @@ use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::Arc;
 
+use millpond_allocator::driver::Addr;
 use millpond_allocator::heap::{Heap, Pin};
 use millpond_allocator::timeline::Reached;
 use parking_lot::Mutex;
 
 use super::error::Error;
 use super::fault::{self, Fault};
-use super::record;
+use super::{record, Client};
 use crate::control::{Claim, Control, Hold, HoldState, HoldWord, Look, FORWARDED, HOLDS_PER_CLIENT};
 
 /// A hold in somebody's table.
@@ -179,6 +180,25 @@ impl Leases {
             .collect()
     }
 
+    /// For each range of a block (window, the block's start, first byte, end; in the window): whether a receiver may still use a byte of
+    /// it. The rest of the block may be somebody's all the while.
+    fn lent(&self, ranges: &[Option<Range>]) -> Vec<bool> {
+        let table = self.table.lock();
+        let before = self.look();
+        let after = self.look();
+        let uses = |range: &Range, (index, word): (u32, HoldWord)| {
+            // What is being made does not say its range yet.
+            let claim = self.control.hold(self.me, index).and_then(Hold::claim).filter(|_| word.state() != HoldState::Making);
+            let apart = |c: Claim| c.offset >= range.end || c.offset.saturating_add(c.bytes) <= range.start;
+            !self.over((index, word)) && !claim.is_some_and(apart)
+        };
+        let lent = |range: &Range| {
+            let Some(lease) = table.by_block.get(&(range.window, range.block)).copied() else { return false };
+            after.steady(&before, lease).is_none_or(|holds| holds.iter().any(|hold| uses(range, *hold)))
+        };
+        ranges.iter().map(|range| range.as_ref().is_some_and(lent)).collect()
+    }
+
     /// Ends what a dead client holds of ours. For when there is no owner any more to do it.
     pub(super) fn end_holds_of(&self, dead: u32) {
         for (_, hold) in self.control.used_holds(self.me) {
@@ -189,6 +209,32 @@ impl Leases {
                 hold.bury(word);
             }
         }
+    }
+}
+
+/// Bytes of a block of ours, by their places in its window.
+#[derive(Debug)]
+struct Range {
+    window: u32,
+    block: u64,
+    start: u64,
+    end: u64,
+}
+
+impl Client {
+    /// For each range of this client's memory (first byte, bytes): whether a receiver that it was sent to, or one that it was passed on
+    /// to, may still use a byte of it. By range and not by block: a block may be a segment that another allocator cuts into tensors.
+    #[must_use]
+    pub fn lent(&self, ranges: &[(Addr, u64)]) -> Vec<bool> {
+        let find = |(addr, bytes): &(Addr, u64)| {
+            let mut open = self.devices.iter().filter_map(|device| device.if_open());
+            let opened = open.find(|opened| opened.heap.window().offset_of(*addr).is_some())?;
+            let (block, _) = opened.heap.block_at(*addr)?;
+            let base = opened.heap.window().base();
+            let start = addr - base;
+            Some(Range { window: opened.window, block: block - base, start, end: start.saturating_add(*bytes) })
+        };
+        self.shared.leases.lent(&ranges.iter().map(find).collect::<Vec<_>>())
     }
 }
 

@@ -6,7 +6,7 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::Sender;
-use std::sync::OnceLock;
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use millpond_allocator::origin::Origin;
@@ -15,6 +15,7 @@ use rustix::event::PollFlags;
 use rustix::net::{connect, shutdown, socket_with, AddressFamily, Shutdown, SocketAddrUnix, SocketFlags, SocketType};
 use rustix::process::{getpid, pidfd_open, PidfdFlags};
 
+use super::channel::Office;
 use super::error::Error;
 use crate::wire::{send_frame, wait, Answer, Ask, FrameError, FrameReader, FromClient, FromOwner, Hello, Request, Welcome};
 
@@ -41,6 +42,8 @@ pub(super) struct Link {
     reading: Mutex<FrameReader>,
     /// Where the tender hears what the owner asks, and what else there is for it.
     notices: OnceLock<Sender<Notice>>,
+    /// Who is told of a channel as soon as it is read that there is one.
+    office: OnceLock<Arc<Office>>,
     next: AtomicU64,
     dead: AtomicBool,
     /// In a forked child the locks may be held by threads that are not there, and the answers are the parent's to read.
@@ -122,6 +125,7 @@ impl Link {
                     answered: Condvar::new(),
                     reading: Mutex::new(reader),
                     notices: OnceLock::new(),
+                    office: OnceLock::new(),
                     next: AtomicU64::new(1),
                     dead: AtomicBool::new(false),
                     origin: Origin::here(),
@@ -240,6 +244,11 @@ impl Link {
         };
     }
 
+    /// Who keeps the channels. Once, before anything is asked.
+    pub(super) fn register(&self, office: Arc<Office>) {
+        let _ = self.office.set(office);
+    }
+
     /// Who is told what the owner asks. Once, before anything is asked.
     pub(super) fn notify(&self, notices: Sender<Notice>) {
         let _ = self.notices.set(notices);
@@ -287,6 +296,9 @@ impl Link {
                 let mut pending = self.pending.lock();
                 match pending.waiting.remove(&call_id) {
                     Some(Awaited::Yes) => {
+                        if let (Answer::Channel { peer }, Some(office)) = (&answer, self.office.get()) {
+                            office.opened(peer);
+                        }
                         pending.answers.insert(call_id, (answer, fds));
                         self.answered.notify_all();
                     }

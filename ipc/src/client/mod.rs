@@ -132,8 +132,10 @@ impl Client {
             left: Arc::default(),
         };
         let devices = welcome.devices.iter().map(|grant| Device::new(grant.clone(), shared.clone())).collect::<Result<_, _>>()?;
+        let office = Arc::new(Office::new(control.clone(), me));
+        shared.link.register(office.clone());
         let client = Arc::new(Self {
-            office: Arc::new(Office::new(control.clone(), me)),
+            office,
             imports: Imports::new(control, me),
             shared,
             welcome,

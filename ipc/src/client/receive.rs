@@ -179,14 +179,17 @@ impl Client {
         // On every import: the same block may have been sent again with new contents.
         let on_cpu = wait || stream.is_none() || self.host_waits;
         let until = deadline(timeout);
+        let identify = || stream.map(|stream| opened.identify(stream)).transpose();
+        // Asked once, but not before a wait that may take long.
+        let on = if on_cpu { None } else { stream.zip(identify()?) };
         for signal in import.ready.iter().filter(|_| !fault::is(Fault::SkipReadyWait)) {
-            match stream {
-                Some(stream) if !on_cpu => match opened.timelines.wait(stream, *signal) {
+            match on {
+                Some((stream, id)) => match opened.timelines.wait_as(stream, id, *signal) {
                     Err(TimelineError::Dead(_)) => return Err(self.died(&import)),
                     Ok(true) => record::stream_waits(&opened, stream, *signal),
                     waits => drop(waits?),
                 },
-                _ => self.await_until(*signal, until).map_err(|error| {
+                None => self.await_until(*signal, until).map_err(|error| {
                     if matches!(error, Error::PeerDied(_)) {
                         self.died(&import)
                     } else {
@@ -195,17 +198,17 @@ impl Client {
                 })?,
             }
         }
-        let id = stream.map(|stream| opened.identify(stream)).transpose()?;
+        let on = if on_cpu { stream.zip(identify()?) } else { on };
         self.imports.with(handle, |import| {
             if on_cpu {
                 import.ready.clear();
             }
-            if let Some(id) = id.filter(|id| !import.streams.contains(id)) {
+            if let Some((_, id)) = on.filter(|(_, id)| !import.streams.contains(id)) {
                 import.streams.push(id);
             }
         })?;
-        if let (Some(stream), Some(id)) = (stream, id) {
-            self.part(&opened, stream, id);
+        if let Some(on) = on {
+            self.part(&opened, on);
         }
         Ok(addr)
     }
@@ -235,11 +238,11 @@ impl Client {
     }
 
     /// Queues the DONE of what was let go of on this stream, now that somebody hands it to us.
-    fn part(&self, opened: &Opened, stream: Stream, id: StreamId) {
-        let claimed = self.imports.claim(opened.index, id);
+    fn part(&self, opened: &Opened, on: (Stream, StreamId)) {
+        let claimed = self.imports.claim(opened.index, on.1);
         if !claimed.is_empty() {
-            // Under capture, say, it cannot be now: another time.
-            let _ = self.signal(opened, stream, claimed);
+            // Where it cannot be now: another time.
+            let _ = self.signal(opened, on, claimed);
         }
     }
 

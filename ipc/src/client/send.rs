@@ -5,7 +5,7 @@ use std::sync::atomic::Ordering;
 use std::sync::Arc;
 use std::time::Duration;
 
-use millpond_allocator::driver::{Addr, Stream};
+use millpond_allocator::driver::{Addr, Stream, StreamId};
 use millpond_allocator::timeline::{Reached, Signal, TimelineError};
 use serde_json::value::RawValue;
 
@@ -210,7 +210,7 @@ impl Client {
                 Some(signal) => *signal,
                 None => {
                     let id = opened.identify(stream)?;
-                    let signal = self.signal(&opened, stream, self.imports.claim(opened.index, id))?;
+                    let signal = self.signal(&opened, (stream, id), self.imports.claim(opened.index, id))?;
                     let at = draft.signal(signal);
                     draft.of_stream.insert(key, at);
                     at
@@ -366,8 +366,8 @@ impl Client {
     }
 
     /// Queues a signal, which is the DONE of what was claimed before it.
-    pub(super) fn signal(&self, opened: &Opened, stream: Stream, claimed: Claimed) -> Result<Signal, TimelineError> {
-        let signal = opened.timelines.signal(stream);
+    pub(super) fn signal(&self, opened: &Opened, (stream, id): (Stream, StreamId), claimed: Claimed) -> Result<Signal, TimelineError> {
+        let signal = opened.timelines.signal_as(stream, id);
         self.imports.part(claimed, signal.as_ref().ok().copied());
         signal
     }

@@ -121,8 +121,9 @@ impl Client {
             return;
         }
         tracing::error!(%error, "this process's context is dead");
-        if self.shared.link.tell(Request::Faulted { device: opened.index }).is_err() {
-            self.shared.control.poison(self.shared.me);
+        let timelines = opened.timelines.written();
+        if self.shared.link.tell(Request::Faulted { device: opened.index, timelines: timelines.clone() }).is_err() {
+            let _ = self.shared.control.poison_some(self.shared.me, &timelines);
         }
     }
 

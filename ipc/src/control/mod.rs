@@ -156,6 +156,18 @@ impl Control {
         words.iter().for_each(Word::wake);
     }
 
+    /// The same for some of a client's timelines, by their numbers in the arena.
+    ///
+    /// # Errors
+    /// One that is not the client's; the others are released.
+    pub fn poison_some(&self, client: u32, timelines: &[u32]) -> Result<(), u32> {
+        let of = |timeline: &u32| *timeline as usize / TIMELINES_PER_CLIENT == client as usize;
+        let words: Vec<&Word> = timelines.iter().filter(|timeline| of(timeline)).filter_map(|timeline| self.timeline(*timeline)).collect();
+        words.iter().for_each(|word| word.poison());
+        words.iter().for_each(|word| word.wake());
+        timelines.iter().find(|timeline| !of(timeline)).map_or(Ok(()), |timeline| Err(*timeline))
+    }
+
     /// Why the owner killed the client that a slot is or last was, if it did: (serial, cause).
     #[must_use]
     pub fn cause_of(&self, client: u32) -> Option<(u64, Cause)> {

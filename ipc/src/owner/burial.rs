@@ -92,8 +92,11 @@ impl Owner {
                     let word = hold.word();
                     let making = word.state() == HoldState::Making && u32::from(word.sender()) == slot;
                     let taken = matches!(word.state(), HoldState::InFlight | HoldState::Held) && u32::from(word.receiver()) == slot;
+                    // It died before it saw that there is no receiver any more.
+                    let sent = word.state() == HoldState::InFlight && u32::from(word.sender()) == slot;
+                    let stranded = sent && self.client(u32::from(word.receiver())).is_none_or(|receiver| receiver.buried);
                     // Its owner may have changed it in between: then it is looked at again.
-                    if !(making || taken || word.is_ticket_of(slot)) || hold.bury(word) {
+                    if !(making || taken || stranded || word.is_ticket_of(slot)) || hold.bury(word) {
                         break;
                     }
                 }
@@ -110,6 +113,13 @@ impl Owner {
     fn live_holds(&self, producer: u32) -> Vec<(u32, HoldWord)> {
         let words = self.control.used_holds(producer).map(|(place, hold)| (place, hold.word()));
         words.filter(|(_, word)| word.state() != HoldState::Free).collect()
+    }
+
+    /// Whether a hold that a client made is still to be taken up, in whoever's table. Until then its slot is no other's: a hold names its
+    /// sender by that alone, and its receiver must not take one for the other.
+    fn is_sender(&self, slot: u32) -> bool {
+        let mut words = rows::slots().flat_map(|producer| self.control.used_holds(producer)).map(|(_, hold)| hold.word());
+        words.any(|word| word.state() == HoldState::InFlight && u32::from(word.sender()) == slot)
     }
 
     /// Whether a hold is done, on the GPU too.
@@ -156,7 +166,7 @@ impl Owner {
             self.give_back(&over);
             self.note_change();
         }
-        if all_over && self.estate.close_windows(slot) {
+        if all_over && !self.is_sender(slot) && self.estate.close_windows(slot) {
             self.vacate(slot);
         } else {
             self.state_changed(slot);

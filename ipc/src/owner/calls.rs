@@ -1,6 +1,7 @@
 //! Frames of clients and observers: each is one request, one answer to an ask, or the end of the connection.
 
 use std::os::fd::OwnedFd;
+use std::time::Instant;
 
 use super::client::Asked;
 use super::link::Fault;
@@ -76,7 +77,7 @@ impl Owner {
                 self.set_policy(slot, call_id, (client, serial), kill_stopped_after_ms);
             }
             Request::Kill { client, serial, waited_ms } => self.kill_for_call(slot, call_id, (client, serial), waited_ms),
-            Request::Faulted { device } => self.faulted(slot, device),
+            Request::Faulted { device, timelines } => self.faulted(slot, device, &timelines),
             Request::Detach => {
                 if let Some(client) = self.client_mut(slot) {
                     client.detached = true;
@@ -87,7 +88,7 @@ impl Owner {
     }
 
     fn answered(&mut self, slot: u32, ask_id: u64, bytes: u64) {
-        match self.client_mut(slot).and_then(|client| client.asked.remove(&ask_id)) {
+        match self.client_mut(slot).and_then(|client| client.asked.remove(&ask_id)).map(|(asked, _)| asked) {
             Some(Asked::Trim(device)) => self.trimmed(slot, device, bytes),
             Some(Asked::Revoke(epochs)) if bytes == 0 => self.unmapped(slot, &epochs),
             // It will say `unmapped` when it no longer maps them.
@@ -119,7 +120,7 @@ impl Owner {
         self.asks += 1;
         let ask_id = self.asks;
         if let Some(client) = self.client_mut(slot).filter(|client| client.is_present()) {
-            client.asked.insert(ask_id, asked);
+            client.asked.insert(ask_id, (asked, Instant::now()));
             self.say(slot, &FromOwner::Ask { ask_id, ask, fds: 0 }, Vec::new());
         }
     }

@@ -2,6 +2,7 @@
 
 use std::collections::HashMap;
 use std::os::fd::OwnedFd;
+use std::time::{Duration, Instant};
 
 use super::link::Link;
 use super::policy::Policy;
@@ -30,7 +31,8 @@ pub(super) struct Client {
     pub(super) windows: Vec<u32>,
     pub(super) link: Link,
     pub(super) pidfd: OwnedFd,
-    pub(super) asked: HashMap<u64, Asked>,
+    /// What it was asked and has not answered, and when.
+    pub(super) asked: HashMap<u64, (Asked, Instant)>,
     /// Its requests that wait.
     pub(super) calls_kept: usize,
     /// Nobody holds the other end of its socket any more.
@@ -70,6 +72,11 @@ impl Client {
 
     pub(super) fn peer(&self) -> Peer {
         Peer { client: self.slot, serial: self.serial, name: self.name.clone(), pid: self.pid }
+    }
+
+    /// Whether it has owed an answer for longer than that.
+    pub(super) fn is_stuck(&self, bound: Duration, now: Instant) -> bool {
+        self.asked.values().any(|(_, since)| now.saturating_duration_since(*since) >= bound)
     }
 
     /// Whether a peer's text means this client: its name, `parent`, or its slot.

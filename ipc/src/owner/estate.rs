@@ -177,6 +177,12 @@ impl Estate {
         windows.flat_map(|window| window.taken.values().copied()).collect()
     }
 
+    /// Whether chunks of a device that were given back are mapped by none of these clients.
+    pub(super) fn any_retired(&self, device: u32, but: u64) -> bool {
+        let mut retired = self.chunks.values().filter(|holding| holding.device == device && holding.fate == Fate::Retired);
+        retired.any(|holding| holding.importers & but == 0)
+    }
+
     /// Whether a client has chunks that it neither gave back nor left behind, or maps chunks of others.
     pub(super) fn has_stake(&self, slot: u32) -> bool {
         self.chunks.values().any(|holding| holding.importers & 1 << slot != 0 || holding.slot == slot && holding.fate == Fate::Held)

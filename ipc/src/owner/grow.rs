@@ -120,7 +120,7 @@ impl Owner {
                     if !due {
                         self.press(&mut pending, device, &denial, now);
                     }
-                    if due || !self.is_hopeful(&pending, device, &denial) {
+                    if due || !self.is_hopeful(&pending, device, &denial, now) {
                         self.deny(&pending, device, &denial);
                     } else {
                         blocked |= matches!(denial, Denial::Arena(_) | Denial::Driver(_));
@@ -191,6 +191,7 @@ impl Owner {
         if pending.awaited != 0 && !all {
             return;
         }
+        let stuck = self.stuck(now);
         let mut slack = self.slack(device, pending);
         slack.sort_by_key(|(_, bytes)| std::cmp::Reverse(*bytes));
         let mut covered = 0_u64;
@@ -198,9 +199,12 @@ impl Owner {
             if covered >= short && !all {
                 break;
             }
+            if stuck & 1 << slot != 0 {
+                continue;
+            }
             covered = covered.saturating_add(bytes);
             pending.awaited |= 1 << slot;
-            let is_trim = |asked: &Asked| matches!(asked, Asked::Trim(of) if *of == device);
+            let is_trim = |(asked, _): &(Asked, Instant)| matches!(asked, Asked::Trim(of) if *of == device);
             // Who has not answered the last one is not asked again: a stopped client must not drown in questions.
             if !self.client(slot).is_some_and(|client| client.asked.values().any(is_trim)) {
                 pending.asked |= 1 << slot;
@@ -224,14 +228,22 @@ impl Owner {
         slack.filter(|(_, bytes)| *bytes >= unit).collect()
     }
 
+    /// Clients that let a whole bound pass without an answer: until it has come, nobody waits for them again.
+    fn stuck(&self, now: Instant) -> u64 {
+        let bound = Duration::from_millis(self.config.trim_timeout_ms);
+        let stuck = self.clients.iter().flatten().filter(|client| client.is_present() && client.is_stuck(bound, now));
+        stuck.fold(0, |all, client| all | 1 << client.slot)
+    }
+
     /// Whether waiting may help.
-    fn is_hopeful(&self, pending: &Pending, device: u32, denial: &Denial) -> bool {
+    fn is_hopeful(&self, pending: &Pending, device: u32, denial: &Denial, now: Instant) -> bool {
         let Some(books) = self.estate.device(device) else { return false };
         let row = &books.row;
         let share = self.estate.share(pending.slot, device);
+        let retired = || row.retired > 0 && self.estate.any_retired(device, self.stuck(now));
         match denial {
-            Denial::Client(short) => share.retired >= *short,
-            Denial::Window => share.retired > 0,
+            Denial::Client(short) => share.retired >= *short && retired(),
+            Denial::Window => share.retired > 0 && retired(),
             Denial::Driver(error) if !error.is_out_of_memory() => false,
             Denial::Arena(_) if pending.bytes > row.limit => false,
             Denial::Arena(_) | Denial::Driver(_) => {
@@ -240,7 +252,7 @@ impl Owner {
                     self.client(slot).is_some_and(|client| !client.is_present()) && self.estate.share(slot, device).reserved > 0
                 };
                 let awaited = members(pending.awaited).any(|slot| self.client(slot).is_some_and(super::Client::is_present));
-                awaited || pending.promised || row.retired > 0 || row.orphaned > 0 || super::rows::slots().any(dying)
+                awaited || pending.promised || retired() || row.orphaned > 0 || super::rows::slots().any(dying)
             }
         }
     }

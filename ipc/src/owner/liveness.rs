@@ -33,12 +33,15 @@ impl Owner {
         self.look_at_stopped(now, now_ms);
     }
 
-    /// A client says that its context is dead. What it made stays in quarantine until it ends; nobody waits for it.
-    pub(super) fn faulted(&mut self, slot: u32, device: u32) {
+    /// A client says that its context on a device is dead. What it made stays in quarantine until it ends; nobody waits for it. What
+    /// it has on other devices may run on, and is over when that says so.
+    pub(super) fn faulted(&mut self, slot: u32, device: u32, timelines: &[u32]) {
         let Some(client) = self.client_mut(slot) else { return };
         client.faulted = true;
         tracing::warn!(client = slot, name = client.name, pid = client.pid, device, "the client's context is dead");
-        self.control.poison(slot);
+        if let Err(not_its_own) = self.control.poison_some(slot, timelines) {
+            tracing::warn!(client = slot, timeline = not_its_own, "a timeline that is not the client's own was left as it is");
+        }
         self.note_change();
         self.wake_orphans();
         self.state_changed(slot);

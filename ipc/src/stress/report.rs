@@ -1,5 +1,7 @@
 //! What a run found.
 
+use std::collections::BTreeMap;
+
 use serde::Serialize;
 
 /// Half and all of some times were no longer than this.
@@ -29,6 +31,10 @@ pub struct Report {
     pub transfers: u64,
     /// Workers that died as they were to.
     pub kills: u64,
+    /// Those of them that a timer killed, at a moment that the seed drew, wherever they were then.
+    pub timed_kills: u64,
+    /// Those of these that were inside a call of the library, by its name.
+    pub killed_inside: BTreeMap<String, u64>,
     /// Values that were not what was sent.
     pub corruptions: u64,
     /// Workers, or the dead's memory, that did not come to an end.
@@ -37,6 +43,12 @@ pub struct Report {
     pub leaked_bytes: u64,
     /// Descriptors that the owner has more than before.
     pub leaked_fds: u64,
+    /// Bytes that are left in the end by a count that is not ours: on the host device those of the owner's files, on a GPU what the
+    /// driver counts more than before. `None`: that was not checked.
+    pub outside_bytes: Option<u64>,
+    /// Why it was not.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub outside_not_checked: Option<String>,
     /// Errors that the contract does not know.
     pub unexpected: u64,
     /// Deaths that were to be and for which there was no time.

@@ -13,7 +13,7 @@ use rustix::process::{kill_process, pidfd_open, Pid, PidfdFlags, Signal};
 
 use super::count::mourn;
 use super::pace::kill_every;
-use super::worker::MEANT;
+use super::worker::{BETWEEN, MEANT};
 use super::{Options, Report, Spread};
 use crate::nvml::Nvml;
 use crate::observer::Observer;
@@ -42,6 +42,8 @@ pub(super) struct Life {
     ops: u64,
     transfers: u64,
     idle: bool,
+    /// A timer kills it.
+    due: bool,
     pub(super) over: bool,
 }
 
@@ -52,8 +54,8 @@ pub(super) struct Supervisor<'a> {
     key: String,
     pub(super) owner: Child,
     /// What the driver says of the GPUs, on which chunks are no files.
-    pub(super) nvml: Option<Nvml>,
-    pub(super) card_before: Option<u64>,
+    pub(super) nvml: Result<Nvml, String>,
+    pub(super) card_before: Result<u64, String>,
     pub(super) observer: Arc<Observer>,
     pub(super) report: Report,
     pub(super) lives: Vec<Life>,
@@ -91,8 +93,8 @@ pub fn run(options: &Options, program: &Path) -> Result<Report, String> {
         socket,
         key,
         owner,
-        nvml: if options.cuda { Nvml::open().ok() } else { None },
-        card_before: None,
+        nvml: if options.cuda { Nvml::open() } else { Err("no GPU is used".to_owned()) },
+        card_before: Err("it was not looked at before".to_owned()),
         observer,
         report: Report::default(),
         lives: Vec::new(),
@@ -149,7 +151,7 @@ fn start_owner(options: &Options, program: &Path) -> Result<(Child, PathBuf, Str
 impl Supervisor<'_> {
     fn work(&mut self, heard: &Receiver<Heard>) -> Result<(), String> {
         let fds = self.fds_of_owner();
-        self.card_before = self.card().map(|(used, _)| used);
+        self.card_before = self.card();
         for place in 0..self.options.workers {
             self.start(place)?;
         }
@@ -253,7 +255,7 @@ impl Supervisor<'_> {
             }
             let _ = sender.send(Heard::End(id));
         });
-        Ok(Life { id, child, stdin, heard: Instant::now(), since: None, ops: 0, transfers: 0, idle: false, over: false })
+        Ok(Life { id, child, stdin, heard: Instant::now(), since: None, ops: 0, transfers: 0, idle: false, due: false, over: false })
     }
 
     fn place_of(&self, id: u64) -> Option<usize> {
@@ -309,6 +311,7 @@ impl Supervisor<'_> {
                 self.report.finding(rest.to_owned());
             }
             "idle" => life.idle = true,
+            "due" => life.due = true,
             "stop" => {
                 // Long enough that others have met it stopped.
                 std::thread::sleep(Duration::from_millis(3));
@@ -329,6 +332,9 @@ impl Supervisor<'_> {
         }
         let Some(place) = self.place_of(id) else { return Ok(()) };
         let Some(life) = self.lives.get_mut(place).filter(|life| !life.over) else { return Ok(()) };
+        // A thread's name says what it was doing. It is there until its process has been waited for.
+        let inside = std::fs::read_to_string(format!("/proc/{}/comm", life.child.id())).unwrap_or_default();
+        let due = life.due;
         let status = life.child.wait().map_err(|error| error.to_string())?;
         life.over = true;
         self.worked += life.since.map_or(Duration::ZERO, |since| since.elapsed());
@@ -338,6 +344,10 @@ impl Supervisor<'_> {
         match (meant, status.success() && life.idle) {
             (true, _) if self.options.kill_every_ops != Some(0) => {
                 self.report.kills += 1;
+                self.report.timed_kills += u64::from(due);
+                if let Some(call) = Some(inside.trim()).filter(|name| due && !BETWEEN.to_bytes().eq(name.as_bytes())) {
+                    *self.report.killed_inside.entry(call.to_owned()).or_default() += 1;
+                }
                 self.killed.push(id);
                 if let Some((released, reclaimed)) = self.early.remove(&id) {
                     self.buried(id, Some(released), Some(reclaimed));

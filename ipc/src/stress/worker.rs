@@ -1,10 +1,12 @@
-//! One worker: allocates, fills, hands on, looks, writes in place, lets go; and dies when its number is up.
+//! One worker: allocates, fills, hands on, looks, writes in place, lets go; and dies when its number is up: by itself between two
+//! calls, or by a timer, as a rule within one.
 #![allow(unsafe_code)] // ending in ways that no library offers
 
 mod start;
 
 pub use start::run;
 
+use std::ffi::CStr;
 use std::io::Write;
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
@@ -23,6 +25,14 @@ use crate::client::{Channel, Client, Error, Incoming, Outgoing, Place, ReceiveOp
 const BOUND: Duration = Duration::from_secs(15);
 /// How an ended worker says that it meant to.
 pub(super) const MEANT: i32 = 86;
+/// The name of a thread that is in no call of the library.
+pub(super) const BETWEEN: &CStr = c"between";
+/// Of those who die, so many are killed by a timer, in percent.
+const BY_TIMER: u64 = 33;
+/// In one of so many calls that come next.
+const NEXT: u64 = 12;
+/// At most so many nanoseconds after it has begun, if it takes as long.
+const MOMENT: u64 = 30_000;
 /// The most blocks that others may hold before a worker waits with more.
 const LENT: usize = 48;
 
@@ -48,6 +58,8 @@ struct Worker {
     ops: u64,
     transfers: u64,
     die_at: u64,
+    /// To be killed by a timer, after so many more calls.
+    due: Option<u64>,
     said: Instant,
     place: Place,
     /// Nothing new is made or passed on any more: what is on its way comes to its end.
@@ -65,6 +77,23 @@ fn say(line: &str) {
     }
 }
 
+/// SIGKILL from the kernel, in so many nanoseconds, wherever this process is then.
+fn kill_in(nanoseconds: u64) {
+    // SAFETY: plain data, for which zeroes are a value.
+    let (mut event, mut when): (libc::sigevent, libc::itimerspec) = unsafe { (std::mem::zeroed(), std::mem::zeroed()) };
+    (event.sigev_notify, event.sigev_signo) = (libc::SIGEV_SIGNAL, libc::SIGKILL);
+    when.it_value.tv_nsec = nanoseconds as libc::c_long;
+    let mut timer = std::ptr::null_mut();
+    // SAFETY: the kernel writes the timer and reads the others; they live until it has.
+    let set = unsafe {
+        libc::timer_create(libc::CLOCK_MONOTONIC, &raw mut event, &raw mut timer) == 0
+            && libc::timer_settime(timer, 0, &raw const when, std::ptr::null_mut()) == 0
+    };
+    if !set {
+        say(&format!("odd no timer: {}", std::io::Error::last_os_error()));
+    }
+}
+
 impl Worker {
     /// One operation; the one at which this worker dies is any of them.
     fn op(&mut self) {
@@ -78,8 +107,28 @@ impl Worker {
         }
     }
 
-    fn die(&mut self) -> ! {
+    /// A call of the library: the thread has its name meanwhile, by which the supervisor sees where it was killed.
+    fn call<T>(&mut self, name: &CStr, call: impl FnOnce(&mut Self) -> T) -> T {
+        let _ = rustix::thread::set_name(name);
+        self.due = match self.due {
+            Some(0) => {
+                say("due");
+                kill_in(1 + self.dice.below(MOMENT));
+                None
+            }
+            due => due.map(|calls| calls - 1),
+        };
+        let result = call(self);
+        let _ = rustix::thread::set_name(BETWEEN);
+        result
+    }
+
+    fn die(&mut self) {
         say(&format!("p {} {}", self.ops, self.transfers));
+        if self.dice.percent(BY_TIMER) {
+            (self.due, self.die_at) = (Some(self.dice.below(NEXT)), u64::MAX);
+            return;
+        }
         match self.dice.below(4) {
             0 => {
                 say("stop");
@@ -172,7 +221,7 @@ impl Worker {
         let bytes = self.size();
         let stream = self.rig.stream(&mut self.dice);
         let heap = self.client.heap(self.place)?;
-        let addr = match heap.allocate(bytes, stream).map_err(Error::from) {
+        let addr = match self.call(c"allocate", |_| heap.allocate(bytes, stream)).map_err(Error::from) {
             Ok(addr) => addr,
             // The dead's memory is on its way back.
             Err(Error::OutOfMemory(_)) => return Ok(()),
@@ -188,7 +237,7 @@ impl Worker {
         for (peer, channel) in [Some((peer, channel)), second].into_iter().flatten() {
             self.send(peer, &channel, label, tensor)?;
         }
-        heap.free(addr)?;
+        self.call(c"free", |_| heap.free(addr))?;
         self.op();
         if let Some(gate) = gate {
             std::thread::sleep(Duration::from_micros(300));
@@ -198,7 +247,8 @@ impl Worker {
     }
 
     fn send(&mut self, peer: usize, channel: &Channel, label: Label, tensor: Outgoing) -> Result<(), Error> {
-        match self.client.send(channel, self.label(label)?, &[tensor], Some(BOUND)) {
+        let tree = self.label(label)?;
+        match self.call(c"send", |worker| worker.client.send(channel, tree, &[tensor], Some(BOUND))) {
             Ok(_) => {}
             // The channel's other end.
             Err(Error::Closed(_)) => self.forget(peer),
@@ -238,7 +288,7 @@ impl Worker {
         // On the stream, on the CPU, or only passed on before it is looked at.
         let way = self.dice.below(3);
         let options = ReceiveOptions { timeout: Some(BOUND), lazy: way == 2, wait: way == 1, stream: &|_| Some(stream) };
-        let message = self.client.receive(channel, &options)?;
+        let message = self.call(c"receive", |worker| worker.client.receive(channel, &options))?;
         self.transfers += 1;
         let label: Label = serde_json::from_str(message.tree.get()).map_err(|error| Error::Internal(error.to_string()))?;
         let Some(mut tensor) = message.tensors.first().copied() else { return Err(Error::Internal("a value is missing".to_owned())) };
@@ -246,7 +296,7 @@ impl Worker {
         let used = self.use_value(&mut tensor, label, stream, way, peer);
         // Those that return early have not let go.
         if used.is_err() {
-            let _ = self.client.release(tensor.import);
+            let _ = self.release(&mut tensor);
         }
         used
     }
@@ -269,7 +319,8 @@ impl Worker {
             }
         }
         if way == 2 {
-            tensor.addr = self.client.open_import(tensor.import, Some(stream), true, Some(BOUND))?;
+            let import = tensor.import;
+            tensor.addr = self.call(c"open", |worker| worker.client.open_import(import, Some(stream), true, Some(BOUND)))?;
             self.op();
         }
         if !self.draining && alone && way == 1 && label.hops < 3 && self.dice.percent(40) {
@@ -280,18 +331,15 @@ impl Worker {
             self.rig.look(tensor.addr, tensor.bytes, stream)?;
             self.op();
             let differs = self.rig.compare(label.content, stream)?;
-            self.client.import_ready(tensor.import, Some(BOUND))?;
+            let import = tensor.import;
+            self.call(c"ready", |worker| worker.client.import_ready(import, Some(BOUND)))?;
             self.judge(differs, label);
-            self.client.release(tensor.import)?;
-            self.op();
-            return Ok(());
+            return self.release(tensor);
         }
         // Let go of before the stream has read it: only the DONE keeps the bytes.
         let gate = if self.dice.percent(40) { Some(self.rig.gate(stream)?) } else { None };
         self.rig.look(tensor.addr, tensor.bytes, stream)?;
-        self.client.release(tensor.import)?;
-        tensor.import = 0;
-        self.op();
+        self.release(tensor)?;
         if let Some(gate) = gate {
             std::thread::sleep(Duration::from_micros(500 + self.dice.below(2_000)));
             gate.open();
@@ -319,8 +367,12 @@ impl Worker {
             };
             self.send(third, &channel, label, whole)?;
         }
-        self.client.release(tensor.import)?;
-        tensor.import = 0;
+        self.release(tensor)
+    }
+
+    fn release(&mut self, tensor: &mut Incoming) -> Result<(), Error> {
+        let import = std::mem::take(&mut tensor.import);
+        self.call(c"release", |worker| worker.client.release(import))?;
         self.op();
         Ok(())
     }

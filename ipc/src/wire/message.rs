@@ -298,6 +298,8 @@ pub enum Request {
     Faulted {
         /// The device, by its index.
         device: u32,
+        /// The client's timelines that streams of this device write, by their numbers in the arena.
+        timelines: Vec<u32>,
     },
     /// The client leaves in good order: nothing is mapped any more. Answer: [`Answer::Done`].
     Detach,

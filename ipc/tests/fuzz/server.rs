@@ -25,7 +25,7 @@ fn corpus(key: &str, window: u32, epochs: &[u64]) -> Vec<Value> {
         Request::Connect { peer: "witness".to_owned(), timeout_ms: 1 },
         Request::Ledger,
         Request::Windows,
-        Request::Faulted { device: 0 },
+        Request::Faulted { device: 0, timelines: vec![0, u32::MAX] },
         // Nobody is stopped here. No kill: a seed could come to mean the test itself.
         Request::Policy { client: 0, serial: 1, kill_stopped_after_ms: Some(1 << 40) },
         Request::Detach,

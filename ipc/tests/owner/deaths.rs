@@ -230,10 +230,14 @@ fn a_faulted_client_is_in_quarantine_until_it_ends() {
     let served = Served::start(config());
     let (mut watcher, mut client) = (served.attach("watcher"), served.attach("faulty"));
     client.grow(UNIT);
-    client.post(Request::Faulted { device: 0 });
+    let first = client.slot() * TIMELINES_PER_CLIENT as u32;
+    let of_another = watcher.slot() * TIMELINES_PER_CLIENT as u32;
+    client.post(Request::Faulted { device: 0, timelines: vec![first, of_another, u32::MAX] });
     until("it is faulted", || watcher.state_of(client.slot()) == "faulted");
-    let word = watcher.control.timeline(client.slot() * TIMELINES_PER_CLIENT as u32).unwrap();
-    assert_eq!((watcher.ledger().reserved, word.reached(1)), (UNIT, Reached::Never));
+    let reached = |timeline| watcher.control.timeline(timeline).unwrap().reached(1);
+    assert_eq!((watcher.ledger().reserved, reached(first)), (UNIT, Reached::Never));
+    assert_eq!(reached(first + 1), Reached::No, "streams of its other devices run on");
+    assert_eq!(reached(of_another), Reached::No, "it speaks for itself alone");
     assert!(matches!(client.call(Request::Grow { device: 0, bytes: UNIT, press: true }).0, Answer::Refused { .. }));
     watcher.grow(UNIT);
 }

@@ -5,6 +5,7 @@ use std::time::{Duration, Instant};
 use millpond_ipc::owner::Config;
 use millpond_ipc::wire::{Answer, Ask, Reason, Request, Role};
 
+use crate::puppet::Puppet;
 use crate::raw::*;
 
 #[test]
@@ -79,13 +80,18 @@ fn a_client_that_answers_that_it_has_nothing_is_not_waited_for() {
 
 #[test]
 fn a_stuck_client_delays_nobody_beyond_the_bound() {
+    let bound = Duration::from_millis(200);
     let served = Served::start(Config { trim_timeout_ms: 200, ..config() });
-    let (mut stuck, mut busy) = (served.attach("stuck"), served.attach("busy"));
-    stuck.grow(256 * MIB);
+    let mut busy = served.attach("busy");
+    let (stuck, slot) = Puppet::ready(&served, &busy, "stuck", "grow:256 idle");
+    stuck.signal(rustix::process::Signal::STOP);
+    until("it is seen to be stopped", || busy.state_of(slot) == "stopped");
     let start = Instant::now();
     let (answer, _) = busy.call(Request::Grow { device: 0, bytes: UNIT, press: true });
+    let took = start.elapsed();
     assert!(matches!(answer, Answer::Refused { reason: Reason::OutOfMemory, .. }), "{answer:?}");
-    assert!(start.elapsed() >= Duration::from_millis(200), "{:?}", start.elapsed());
+    assert!(took >= bound, "it was not waited for: {took:?}");
+    assert!(took < bound + Duration::from_secs(2), "{took:?}");
 }
 
 #[test]

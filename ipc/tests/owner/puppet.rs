@@ -97,7 +97,7 @@ fn puppet() {
         Ok(raw) => raw,
         Err(refusal) => std::process::exit(Puppet::refused_code(&refusal.field)),
     };
-    let mut chunks = Vec::new();
+    let (mut chunks, mut allocated) = (Vec::new(), u64::MAX);
     for word in script.split_whitespace() {
         let (what, number) = word.split_once(':').unwrap_or((word, "0"));
         let number: u64 = number.parse().unwrap();
@@ -131,12 +131,14 @@ fn puppet() {
                 let policy = millpond_ipc::wire::Request::Policy { client: number as u32, serial, kill_stopped_after_ms: Some(150) };
                 assert_eq!(raw.call(policy).0, millpond_ipc::wire::Answer::Done);
             }
+            // It uses nothing of what it has.
+            "idle" => allocated = 0,
             "detach" => assert_eq!(raw.call(millpond_ipc::wire::Request::Detach).0, millpond_ipc::wire::Answer::Done),
             "exit" => return,
             _ => {}
         }
     }
-    let live = millpond_ipc::control::LiveRow { out_of_memory: READY, allocated: u64::MAX, ..Default::default() };
+    let live = millpond_ipc::control::LiveRow { out_of_memory: READY, allocated, ..Default::default() };
     raw.control.live(raw.slot(), 0).unwrap().write(&live);
     loop {
         let now = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);

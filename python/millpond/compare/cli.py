@@ -38,6 +38,7 @@ def parse(arguments):
     parser.add_argument("--driver", choices=("auto", "cuda", "host"), default="auto", help="whose memory (default: a GPU's where there is one)")
     parser.add_argument("--modes", metavar="A,B", help="only these, with ours always among them")
     parser.add_argument("--rounds", type=int, metavar="N", help="rounds of slices (default 40; --quick 12; replay: at most 5; 2)")
+    parser.add_argument("--pairs", type=int, default=1, metavar="N", help="each section with so many sets of processes, one after another (default 1)")
     parser.add_argument("--slice-ms", type=float, default=10.0, metavar="MS", help="length of a slice (default 10)")
     parser.add_argument("--seconds", type=float, metavar="S", help="end by then, with the rounds that are done (default 180; --quick 40)")
     parser.add_argument("--cpu", type=int, metavar="N", help="the CPU that all run on (default: the last that we may use)")
@@ -95,7 +96,7 @@ def compare(options, say):
     found = {
         "machine": machine(options.driver),
         "driver": options.driver,
-        "method": {"cpu": options.cpu, "slice_ms": options.slice_ms, "rounds": options.rounds, "quick": options.quick},
+        "method": {"cpu": options.cpu, "slice_ms": options.slice_ms, "rounds": options.rounds, "pairs": options.pairs, "quick": options.quick},
         "sections": {},
         "cannot": {} if options.sections else modes.absent(options.driver),
         "notes": {},
@@ -117,6 +118,13 @@ def compare(options, say):
                 say(f"{section}: {', '.join(p.mode for p in measured[section].up) or 'nothing can run here'}")
                 until = time.monotonic() + (end - time.monotonic()) / (len(sections) - number)
                 conductor.measure(measured[section], options, until, say, most(section, options))
+                for pair in range(1, options.pairs):
+                    conductor.stop(started.pop(section))
+                    started[section] = start(section, options, work, built, found["cannot"])
+                    anew = conductor.come_up(started[section], options, until, measured[section])
+                    say(f"  pair {pair + 1} of {options.pairs}")
+                    conductor.measure(anew, options, until, say, most(section, options))
+                    measured[section] = anew
                 summary(section, measured[section], found)
                 conductor.stop(started.pop(section))
                 conclude(found)

@@ -193,17 +193,18 @@ def siblings(cpu):
 class Measured:
     """What a section came to."""
 
-    def __init__(self):
-        self.pairs = Pairs()
+    def __init__(self, before=None):
+        self.pairs = before.pairs if before else Pairs()
         self.up = []  # processes
-        self.failed = {}  # mode -> why
-        self.notes = {}
-        self.rounds = 0
+        self.failed = before.failed if before else {}  # mode -> why
+        self.notes = before.notes if before else {}
+        self.rounds = before.rounds if before else 0
 
 
-def come_up(processes, options, end):
-    """Waits until the processes of a section are up, and puts them on their CPU: what is known of it so far."""
-    found = Measured()
+def come_up(processes, options, end, before=None):
+    """Waits until the processes of a section are up, and puts them on their CPU: what is known of it so far. `before`: what other
+    processes of it came to."""
+    found = Measured(before)
     for process in processes:
         try:
             process.ready(max(1.0, min(120.0, end - time.monotonic())))
@@ -218,7 +219,7 @@ def come_up(processes, options, end):
 
 def measure(found, options, end, say, most=None):
     """Slices of all processes that are up, ours first among them, until the rounds (at most `most`) are done or the time is up."""
-    rounds = min(options.rounds, most or options.rounds)
+    rounds = found.rounds + min(options.rounds, most or options.rounds)
     up = found.up
     ours = next((p for p in up if p.mode == "ours"), None)
     cases = list(dict.fromkeys(case for p in up for case in p.cases))

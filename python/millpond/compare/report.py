@@ -44,8 +44,9 @@ def markdown(report):
 def method(report):
     """How it was measured, in a sentence."""
     how = report["method"]
+    sets = f", {how['pairs']} sets of them one after another" if how.get("pairs", 1) > 1 else ""
     return (
-        f"Each mode is a process, all alive and on CPU {how['cpu']}, the owner of ours on another core; slices of {how['slice_ms']:g} ms, ours and another's in turn. Of each: "
+        f"Each mode is a process{sets}, all alive and on CPU {how['cpu']}, the owner of ours on another core; slices of {how['slice_ms']:g} ms, ours and another's in turn. Of each: "
         "the median of its slices (quartiles), an operation; below it ours / its, the median of the rounds' neighbours (quartiles). "
         "Under 1: ours is faster."
     )

@@ -4,9 +4,11 @@
 //! answer is waited for with a bound: a worker that hangs fails its test.
 #![allow(dead_code, unreachable_pub)] // each test program uses its own part
 
+mod signals;
 mod worker;
 
 use std::io::{BufRead, BufReader, Write};
+use std::os::unix::process::ExitStatusExt;
 use std::path::PathBuf;
 use std::process::{Child, ChildStdin, Command, Stdio};
 use std::sync::mpsc::{channel, Receiver};
@@ -49,7 +51,7 @@ fn owner() {
         limit: Limit::Bytes(bytes("MILLPOND_TEST_LIMIT")),
         host_bytes: Some(64 << 30),
         chunk_bytes: Some(bytes("MILLPOND_TEST_CHUNK")),
-        heartbeat_ms: 50,
+        heartbeat_ms: 10,
         stopped_after_ms: 1_000,
         ..Config::default()
     };
@@ -146,6 +148,8 @@ pub struct Arena {
     pub owner: Said,
     pub socket: PathBuf,
     pub key: String,
+    /// A client whose memory the books leave out: what it does is not what the test is about.
+    pub beside: &'static str,
 }
 
 impl Arena {
@@ -165,7 +169,7 @@ impl Arena {
         let owner = Said::start(command);
         let line = owner.line().expect("no owner");
         let (socket, key) = line.split_once(' ').unwrap();
-        Self { socket: socket.into(), key: key.to_owned(), owner }
+        Self { socket: socket.into(), key: key.to_owned(), owner, beside: "" }
     }
 
     pub fn worker(&self, name: &str) -> Worker {
@@ -186,7 +190,7 @@ impl Arena {
     fn worker_by(&self, mut command: Command, name: &str, vars: &[(&str, &str)]) -> Worker {
         command.env("MILLPOND_TEST_NAME", name).env("MILLPOND_SOCKET", &self.socket).env("MILLPOND_KEY", &self.key);
         command.envs(vars.iter().copied());
-        let worker = Worker { said: Said::start(command), name: name.to_owned() };
+        let worker = Worker { said: Said::start(command), name: name.to_owned(), child: None };
         assert_eq!(worker.said.line().as_deref(), Some("attached"), "{name}");
         worker
     }
@@ -209,7 +213,8 @@ impl Arena {
         let ledger = self.ledger();
         let device = &ledger.devices[0];
         let sum: u64 = device.clients.iter().map(|client| client.reserved).sum();
-        let books = (device.reserved, device.retired, device.orphaned);
+        let beside: u64 = device.clients.iter().filter(|client| client.name == self.beside).map(|client| client.reserved).sum();
+        let books = (device.reserved.saturating_sub(beside), device.retired, device.orphaned);
         // Rows are read one by one: looked at again where they do not fit.
         if sum + device.retired + device.orphaned != device.reserved {
             return (u64::MAX, device.retired, device.orphaned);
@@ -236,6 +241,14 @@ impl Arena {
 pub struct Worker {
     pub said: Said,
     pub name: String,
+    /// A child that it forked.
+    child: Option<i32>,
+}
+
+impl Drop for Worker {
+    fn drop(&mut self) {
+        self.end_child();
+    }
 }
 
 impl Worker {
@@ -276,17 +289,43 @@ impl Worker {
         answer
     }
 
-    /// Ends in a manner; returns when the process is gone.
+    /// Forks a child that does nothing, if there is none yet. It outlives its parent.
+    pub fn fork(&mut self) {
+        if self.child.is_none() {
+            self.child = Some(self.ok("fork").parse().unwrap());
+        }
+    }
+
+    /// Ends the child that it forked, if there is one.
+    pub fn end_child(&mut self) {
+        if let Some(child) = self.child.take() {
+            // SAFETY: a child of our child, alive until here: it only pauses.
+            unsafe { libc::kill(child, libc::SIGKILL) };
+            // Whoever inherited it may reap it late; what it had open is closed by then.
+            let stat = || std::fs::read_to_string(format!("/proc/{child}/stat")).unwrap_or_default();
+            wait_for(|| stat().rsplit(')').next().unwrap_or_default().trim_start().chars().next().is_none_or(|state| "ZX".contains(state)));
+        }
+    }
+
+    /// Ends in a manner, whatever it is at; returns when the process is gone.
     pub fn die(&mut self, how: &str) {
         match how {
-            "kill" => self.said.signal(libc::SIGKILL),
-            "stop" => {
-                self.said.signal(libc::SIGSTOP);
-                self.said.signal(libc::SIGKILL);
-            }
-            how => self.ask(&format!("die {how}")),
+            "stop" => self.said.signal(libc::SIGSTOP),
+            "exit" => self.said.signal(libc::SIGUSR1),
+            "segv" => self.said.signal(libc::SIGUSR2),
+            _ => {}
+        }
+        if matches!(how, "kill" | "stop") {
+            self.said.signal(libc::SIGKILL);
         }
         self.said.wait();
+        let status = self.said.child.wait().unwrap();
+        let as_told = match how {
+            "exit" => status.code() == Some(3),
+            "segv" => status.signal() == Some(libc::SIGSEGV),
+            _ => status.signal() == Some(libc::SIGKILL),
+        };
+        assert!(as_told, "{} was to end by {how}: {status}", self.name);
     }
 }
 
@@ -308,6 +347,11 @@ pub fn send_late(a: &mut Worker, b: &mut Worker) -> (u64, u64) {
     a.ok(&format!("send {ab} 0 1"));
     b.ok(&format!("recv {ba} 1"));
     (ab, ba)
+}
+
+/// How many descriptors a process has open.
+pub fn fds_of(pid: i32) -> usize {
+    std::fs::read_dir(format!("/proc/{pid}/fd")).unwrap().count()
 }
 
 pub fn wait_for(mut condition: impl FnMut() -> bool) -> bool {

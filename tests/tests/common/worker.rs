@@ -12,6 +12,8 @@ use millpond_allocator::timeline::Signal;
 use millpond_ipc::client::{Channel, Client, Error, Incoming, OnOwnerDeath, Options, Outgoing, Place, ReceiveOptions, Way};
 use millpond_ipc::wire::Role;
 
+use super::signals;
+
 /// A page of words that streams wait on when they are told to stall.
 struct Gates {
     words: *const AtomicU64,
@@ -69,6 +71,7 @@ pub(super) fn run() -> ! {
         gates,
         stalls: HashMap::new(),
     };
+    signals::install();
     say("attached");
     for line in std::io::stdin().lock().lines().map_while(Result::ok) {
         match worker.command(&line) {
@@ -426,18 +429,12 @@ impl Worker {
                     }
                 }
             }
-            "die" => match words.text()? {
-                // SAFETY: no arguments but a number.
-                "exit" => unsafe { libc::_exit(3) },
-                _ => {
-                    // SAFETY: the default action ends the process, as a store to an unmapped page would.
-                    unsafe {
-                        libc::signal(libc::SIGSEGV, libc::SIG_DFL);
-                        libc::raise(libc::SIGSEGV);
-                    }
-                    done
-                }
-            },
+            // The tender takes nothing up any more, until `hear`: whoever asks this process for something waits. Everything else goes on.
+            "deaf" => signals::deafen("millpond-tend").map(|()| String::new()).map_err(wrong),
+            "hear" => {
+                signals::hear();
+                done
+            }
             other => Err(wrong(format!("no command {other:?}"))),
         }
     }

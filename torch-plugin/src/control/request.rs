@@ -141,6 +141,9 @@ pub(super) enum Op {
     Locate {
         address: u64,
     },
+    Lent {
+        ranges: Vec<(u64, u64)>,
+    },
     CopyByHost {
         device: i32,
         to: u64,

@@ -149,7 +149,7 @@ CUresult cuStreamCreate(CUstream *s, unsigned flags) { NEEDS_CONTEXT; *s = (CUst
 CUresult cuStreamDestroy_v2(CUstream s) { NEEDS_CONTEXT; return s == (CUstream)0x51 ? 0 : INVALID_VALUE; }
 #ifndef OLD
 // As measured: who a created stream is, and whether it captures, is told with any context current, and with none.
-#define NAMES_ONE(s) if ((size_t)(s) <= 2) NEEDS_CONTEXT
+#define NAMES_ONE(s) if ((size_t)(s) <= 2) NEEDS_CONTEXT; else CALL
 CUresult cuStreamGetId(CUstream s, u64 *id) { NAMES_ONE(s); counts.ids++; *id = (u64)s + 1000; return 0; }
 CUresult cuCtxRecordEvent(CUcontext c, CUevent e) { NEEDS_CONTEXT; UNSAFE; return c == PRIMARY && e == (CUevent)0xe1 ? 0 : INVALID_VALUE; }
 #endif
@@ -159,7 +159,7 @@ CUresult cuStreamSynchronize(CUstream s) { NEEDS_CONTEXT; UNSAFE;
 #endif
     return s == (CUstream)0x51 ? 987 : 0; }
 CUresult cuStreamQuery(CUstream s) { NEEDS_CONTEXT; UNSAFE; return s == (CUstream)0x51 ? NOT_READY : 0; }
-CUresult cuStreamIsCapturing(CUstream s, int *status) { if ((size_t)s <= 2) NEEDS_CONTEXT; *status = (int)(size_t)s % 3; return 0; }
+CUresult cuStreamIsCapturing(CUstream s, int *status) { if ((size_t)s <= 2) NEEDS_CONTEXT; else CALL; *status = (int)(size_t)s % 3; return 0; }
 CUresult cuStreamWaitEvent(CUstream s, CUevent e, unsigned flags) { NEEDS_CONTEXT; return s == (CUstream)0x51 && e == (CUevent)0xe1 && !flags ? 0 : INVALID_VALUE; }
 CUresult cuMemcpyAsync(u64 dst, u64 src, size_t n, CUstream s) { NEEDS_CONTEXT; return dst == 0x2000 && src == 0x3000 && n == 5 && s == (CUstream)0x51 ? 0 : INVALID_VALUE; }
 CUresult cuMemsetD8Async(u64 dst, unsigned char b, size_t n, CUstream s) { NEEDS_CONTEXT; return dst == 0x2000 && b == 0xee && n == 5 && s == (CUstream)0x51 ? 0 : INVALID_VALUE; }

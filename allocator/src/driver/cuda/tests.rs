@@ -314,6 +314,24 @@ fn words_go_through_the_operations_that_the_device_has() {
     }
 }
 
+/// What a hand-off asks of the driver (`tests/tests/contract_timelines.rs` says how often), call by call.
+#[test]
+fn a_word_is_one_operation_and_who_a_stream_is_four_small_questions() {
+    let stub = stub!();
+    let driver = stub.attached();
+    stub.push(0xc0);
+    let stream = Stream(0x51);
+    let calls = |act: &dyn Fn()| {
+        let before = stub.counts().calls;
+        act();
+        stub.counts().calls - before
+    };
+    assert_eq!(calls(&|| driver.write_value(stream, 0x4000, 1).unwrap()), 2, "current, write");
+    assert_eq!(calls(&|| driver.wait_value(stream, 0x4000, 1).unwrap()), 2, "current, wait");
+    assert_eq!(calls(&|| assert!(driver.stream_identity(stream).unwrap().is_some())), 4, "capturing, mode, id, mode");
+    stub.pop();
+}
+
 #[test]
 fn an_older_driver_records_no_context_events() {
     let stub = stub!("-DVERSION=12040");

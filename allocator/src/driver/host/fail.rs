@@ -1,7 +1,8 @@
-//! Calls that fail on purpose.
+//! Calls that fail on purpose, and calls that are noted.
 
 use std::str::FromStr;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::{self, ThreadId};
 
 use parking_lot::Mutex;
 
@@ -126,18 +127,47 @@ impl FromStr for FailPlan {
     }
 }
 
-/// The failures that are still to come.
+/// The failures that are still to come, and the calls so far where somebody asks for them.
 #[derive(Debug, Default)]
 pub(super) struct Failures {
     armed: AtomicBool,
-    plan: Mutex<Vec<Failure>>,
+    pending: Mutex<Pending>,
+}
+
+#[derive(Debug, Default)]
+struct Pending {
+    plan: Vec<Failure>,
+    /// Which thread made which call; `None`: nobody asks.
+    calls: Option<Vec<(ThreadId, HostCall)>>,
+}
+
+impl Pending {
+    fn is_armed(&self) -> bool {
+        !self.plan.is_empty() || self.calls.is_some()
+    }
 }
 
 impl Failures {
     pub(super) fn add(&self, plan: FailPlan) {
-        let mut pending = self.plan.lock();
-        pending.extend(plan.0);
-        self.armed.store(!pending.is_empty(), Ordering::Release);
+        let mut pending = self.pending.lock();
+        pending.plan.extend(plan.0);
+        self.armed.store(pending.is_armed(), Ordering::Release);
+    }
+
+    /// Notes calls from here on.
+    pub(super) fn note_calls(&self) {
+        self.pending.lock().calls = Some(Vec::new());
+        self.armed.store(true, Ordering::Release);
+    }
+
+    /// Takes the calls that this thread has made, in their order.
+    pub(super) fn take_calls(&self) -> Vec<HostCall> {
+        let me = thread::current().id();
+        let mut pending = self.pending.lock();
+        let Some(calls) = pending.calls.as_mut() else { return Vec::new() };
+        let (own, others): (Vec<_>, Vec<_>) = std::mem::take(calls).into_iter().partition(|(thread, _)| *thread == me);
+        *calls = others;
+        own.into_iter().map(|(_, call)| call).collect()
     }
 
     /// Counts one call; the result that it must fail with, if this is the one.
@@ -145,9 +175,12 @@ impl Failures {
         if !self.armed.load(Ordering::Acquire) {
             return None;
         }
-        let mut pending = self.plan.lock();
+        let mut pending = self.pending.lock();
+        if let Some(calls) = pending.calls.as_mut() {
+            calls.push((thread::current().id(), call));
+        }
         let mut struck = None;
-        pending.retain_mut(|failure| {
+        pending.plan.retain_mut(|failure| {
             if failure.call == call {
                 failure.calls_left -= 1;
                 if failure.calls_left == 0 {
@@ -156,7 +189,7 @@ impl Failures {
             }
             failure.calls_left > 0
         });
-        self.armed.store(!pending.is_empty(), Ordering::Release);
+        self.armed.store(pending.is_armed(), Ordering::Release);
         struck
     }
 }
@@ -175,6 +208,18 @@ mod tests {
         assert_eq!(failures.strike(HostCall::Create), None);
         assert_eq!(failures.strike(HostCall::Map), Some(CuResult::INVALID_VALUE));
         assert!(!failures.armed.load(Ordering::Relaxed));
+    }
+
+    #[test]
+    fn calls_are_noted_by_thread_once_asked_for() {
+        let failures = Failures::default();
+        failures.strike(HostCall::Create);
+        failures.note_calls();
+        failures.add("map:1:1".parse().unwrap());
+        assert_eq!((failures.strike(HostCall::Map), failures.strike(HostCall::Unmap)), (Some(CuResult::INVALID_VALUE), None));
+        thread::scope(|scope| scope.spawn(|| failures.strike(HostCall::Copy)).join()).unwrap();
+        assert_eq!(failures.take_calls(), [HostCall::Map, HostCall::Unmap]);
+        assert_eq!(failures.take_calls(), []);
     }
 
     #[test]

@@ -58,6 +58,17 @@ impl HostDriver {
         self.shared.failures.add(FailPlan::new().fail_nth(call, n, result));
     }
 
+    /// Notes the calls that are made of any device of the platform, from here on.
+    pub fn note_calls(&self) {
+        self.shared.failures.note_calls();
+    }
+
+    /// The calls that this thread has made since [`HostDriver::note_calls`], or since it last asked, in their order.
+    #[must_use]
+    pub fn take_calls(&self) -> Vec<HostCall> {
+        self.shared.failures.take_calls()
+    }
+
     /// Starts to record a stream's work instead of running it.
     ///
     /// # Errors

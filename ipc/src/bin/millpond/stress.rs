@@ -16,6 +16,11 @@ enum Driver {
 /// Workers hand each other patterns, get killed, are replaced: the last line says what went wrong.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "\
+Who dies, ends itself at an operation that the seed draws (SIGKILL, SIGSTOP and then SIGKILL, _exit, SIGSEGV). A third are killed by a
+timer instead (`timed_kills`): at a moment that the seed draws, within 30 us of the start of one of the next calls; `killed_inside`
+says in which call they were.
+`outside_bytes` is what is left by a count that is not millpond's own (the owner's files, or NVML); null: not checked, and why.
+
 Exit codes: 0 nothing wrong, 1 something (the last line says what), 2 it could not start.
 Example:
   $ millpond stress --driver host --workers 8 --seconds 30 --kill-every-ops 2000 --json

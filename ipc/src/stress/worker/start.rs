@@ -9,7 +9,7 @@ use millpond_allocator::driver::cuda::CudaPlatform;
 use millpond_allocator::driver::{Driver, DriverError, Platform};
 use parking_lot::Mutex;
 
-use super::{say, Peers, Worker};
+use super::{say, Peers, Worker, BETWEEN};
 use crate::client::{Client, Error, Options, Place};
 use crate::stress::rig::Rig;
 use crate::stress::Dice;
@@ -69,6 +69,7 @@ fn start() -> Result<(), String> {
     let draining = Arc::new(AtomicBool::new(false));
     connect_to_others(&client, &peers, me as usize, &draining);
     let stdin = watch_stdin(&draining);
+    let _ = rustix::thread::set_name(BETWEEN);
     let mut worker = Worker {
         client,
         rig,
@@ -78,6 +79,7 @@ fn start() -> Result<(), String> {
         ops: 0,
         transfers: 0,
         die_at,
+        due: None,
         said: Instant::now(),
         place,
         draining: false,
@@ -87,7 +89,7 @@ fn start() -> Result<(), String> {
     while !draining.load(Ordering::Acquire) {
         worker.turn().map_err(text)?;
     }
-    worker.die_at = u64::MAX;
+    (worker.die_at, worker.due) = (u64::MAX, None);
     worker.draining = true;
     while !stdin.is_finished() {
         worker.drain().map_err(text)?;

@@ -4,6 +4,7 @@
 mod bench;
 mod death;
 mod handoff;
+mod lease;
 mod malloc;
 mod owner;
 mod seams;
@@ -25,6 +26,7 @@ type Part = (&'static str, (u64, u64), fn(&Bench) -> Figures);
 
 const PARTS: &[Part] = &[
     ("handoff", (25, 8), handoff::round_trips),
+    ("lease", (15, 6), lease::life),
     ("first_use", (20, 8), handoff::first_use),
     ("growth", (15, 6), malloc::growth),
     ("malloc", (25, 8), malloc::pairs),
