@@ -247,7 +247,7 @@ fn adopted_memory_is_not_asked_back_as_slack() {
     let mut c = arena.worker("c");
     c.ok(&format!("alloc {}", 64 * MIB));
     let refused = c.fails("OutOfMemory", &format!("alloc {}", 32 * MIB));
-    assert!(refused.contains(&format!("b (pid {}): {} bytes", b.said.pid(), 32 * MIB)), "it says who holds it: {refused}");
+    assert!(refused.contains(&format!("b (pid {}): 32.00 MiB", b.said.pid())), "it says who holds it: {refused}");
     b.ok("check 0 5");
 }
 
