@@ -390,7 +390,7 @@ def wants_it_too(conn):
     conn.send("got it")
     conn.recv(timeout=60)
     torch.cuda.synchronize()
-    check(bool((mine == 201).all()), "other bytes")
+    check(bool((mine[:: 1 << 12] == 201).all()), "other bytes")
     conn.send("right")
     conn.recv(timeout=60)
 

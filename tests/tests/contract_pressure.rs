@@ -129,6 +129,12 @@ fn a_thousand_transfers_leave_nothing_behind() {
     assert!(arena.row("a").unwrap().reserved <= 64 * MIB, "blocks come back while it goes on: {}", arena.ledger());
 }
 
+/// Bytes of this process's address space.
+fn address_space() -> usize {
+    let pages = std::fs::read_to_string("/proc/self/statm").unwrap();
+    pages.split_whitespace().next().unwrap().parse::<usize>().unwrap() * rustix::param::page_size()
+}
+
 #[test]
 fn holds_are_used_again_and_a_full_table_has_a_name() {
     let arena = Arena::new();
@@ -139,9 +145,14 @@ fn holds_are_used_again_and_a_full_table_has_a_name() {
         a.send(&to_b, tree(), &[outgoing(addr, 512)], None)?;
         b.receive(&to_a, &plainly(true)).map(|message| message.tensors[0].import)
     };
-    for _ in 0..20_000 {
+    let mut addresses = 0;
+    for k in 0..20_000 {
         b.release(pass().unwrap()).unwrap();
+        if k == 1000 {
+            addresses = address_space();
+        }
     }
+    assert!(address_space() <= addresses + (4 << 20), "imports take address space: {addresses} bytes, then {}", address_space());
     let held: Vec<u64> = (0..8192).map(|_| pass().unwrap()).collect();
     let error = pass().unwrap_err();
     assert!(matches!(&error, Error::OutOfMemory(why) if why.contains("8192")), "{error}");
