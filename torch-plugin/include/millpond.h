@@ -22,7 +22,7 @@
 // Asked of a send: the receiver maps it read-only. Set by a receive: it is so.
 #define MILLPOND_READ_ONLY 2
 
-// Set by a ticket: the bytes lie in a segment of torch's caching allocator ([`segments`](crate::segments)), which is pinned as a whole: the caller keeps
+// Set by a ticket: the bytes lie in a segment of torch's caching allocator ([`segments`]), which is pinned as a whole: the caller keeps
 // the tensor itself until `lent` says that nobody uses its bytes any more.
 #define IN_SEGMENT 16
 

@@ -20,7 +20,7 @@ use crate::{frames, segments, state};
 pub const COPIED: u32 = 1;
 /// Asked of a send: the receiver maps it read-only. Set by a receive: it is so.
 pub const READ_ONLY: u32 = 2;
-/// Set by a ticket: the bytes lie in a segment of torch's caching allocator ([`segments`](crate::segments)), which is pinned as a whole: the caller keeps
+/// Set by a ticket: the bytes lie in a segment of torch's caching allocator ([`segments`]), which is pinned as a whole: the caller keeps
 /// the tensor itself until `lent` says that nobody uses its bytes any more.
 pub const IN_SEGMENT: u32 = 16;
 /// The same in the result of [`millpond_send`], of one tensor or more of the message.
