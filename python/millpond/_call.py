@@ -2,9 +2,8 @@
 
 import collections
 import threading
-import time
 
-from . import errors
+from . import _native, errors
 
 
 class Call:
@@ -41,7 +40,7 @@ class Call:
             with channel._state:
                 self._waiters += 1
             try:
-                channel._await(self, None if timeout is None else time.monotonic() + timeout)
+                channel._await(self, _native.deadline(timeout))
             except errors.Timeout:
                 raise errors.Timeout(f"the call of {self.name!r} had no answer within {timeout} s; it goes on") from None
             finally:

@@ -95,7 +95,7 @@ class Calls:
         self._transmit(["c", call._id, call.name, parent], {"args": list(args), "kwargs": kwargs}, timeout, root="call")
 
     def _call(self, name, args, kwargs, timeout, grace=None):
-        end = None if timeout is None else time.monotonic() + min(timeout, _native.LONGEST)
+        end = _native.deadline(timeout)
         call = self._new_call(name, 1)
         try:
             self._send_call(call, args, kwargs, timeout)

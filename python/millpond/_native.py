@@ -165,12 +165,17 @@ def milliseconds(timeout):
     return -1 if timeout is None else int(min(max(timeout, 0), LONGEST) * 1000 + 0.999)
 
 
+def deadline(timeout):
+    """When a time-out in seconds is over, by the monotonic clock; None: never."""
+    return None if timeout is None else time.monotonic() + min(timeout, LONGEST)
+
+
 def in_slices(step, timeout):
     """Runs `step(timeout_ms)` until it does not time out. The main thread comes back for signals now and then."""
     left = _FOR_EVER_MS if timeout is None else milliseconds(timeout)
     if threading.get_ident() != _MAIN:
         return step(left)
-    end = None if timeout is None else time.monotonic() + min(timeout, LONGEST)
+    end = deadline(timeout)
     while True:
         try:
             return step(min(left, _SLICE_MS))

@@ -212,7 +212,7 @@ class Channel(_calls.Calls):
 
     def _wait(self, found, timeout):
         """Waits until `found()`, called with the state locked, gives something; reads messages meanwhile if nobody else does."""
-        end = None if timeout is None else time.monotonic() + min(timeout, _native.LONGEST)
+        end = _native.deadline(timeout)
         mine, message = False, None  # whether this thread is the one that reads, and what it has read
         try:
             while True:

@@ -148,12 +148,9 @@ impl Control {
         self.layout().clients.get(client as usize)
     }
 
-    /// Releases whoever waits for a client of which nothing runs any more: all words first, since streams look at them by
-    /// themselves; then the sleepers are woken.
+    /// Releases whoever waits for a client of which nothing runs any more.
     pub fn poison(&self, client: u32) {
-        let words = self.timelines(client).unwrap_or_default();
-        words.iter().for_each(Word::poison);
-        words.iter().for_each(Word::wake);
+        release(self.timelines(client).unwrap_or_default());
     }
 
     /// The same for some of a client's timelines, by their numbers in the arena.
@@ -162,9 +159,7 @@ impl Control {
     /// One that is not the client's; the others are released.
     pub fn poison_some(&self, client: u32, timelines: &[u32]) -> Result<(), u32> {
         let of = |timeline: &u32| *timeline as usize / TIMELINES_PER_CLIENT == client as usize;
-        let words: Vec<&Word> = timelines.iter().filter(|timeline| of(timeline)).filter_map(|timeline| self.timeline(*timeline)).collect();
-        words.iter().for_each(|word| word.poison());
-        words.iter().for_each(|word| word.wake());
+        release(timelines.iter().filter(|timeline| of(timeline)).filter_map(|timeline| self.timeline(*timeline)));
         timelines.iter().find(|timeline| !of(timeline)).map_or(Ok(()), |timeline| Err(*timeline))
     }
 
@@ -251,6 +246,13 @@ impl Control {
 pub(crate) fn now_ms() -> u64 {
     let now = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
     now.tv_sec.unsigned_abs() * 1_000 + now.tv_nsec.unsigned_abs() / 1_000_000
+}
+
+/// Releases whoever waits for these: all words first, since streams look at them by themselves; then the sleepers are woken.
+fn release<'a>(words: impl IntoIterator<Item = &'a Word, IntoIter: Clone>) {
+    let words = words.into_iter();
+    words.clone().for_each(Word::poison);
+    words.for_each(Word::wake);
 }
 
 impl Drop for Control {
