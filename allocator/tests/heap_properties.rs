@@ -221,7 +221,8 @@ fn run(steps: &[Step], config: HeapConfig, context_events: bool) {
     let spy = Arc::new(Spy { driver: driver.clone(), model: Mutex::default() });
     let (heap, source) = heap_over(spy.clone(), config, None);
     heap.set_context_events(context_events);
-    source.set_limit(8 * CHUNK);
+    let mut limit = 8 * CHUNK;
+    source.set_limit(limit);
     let mut streams: Vec<Stream> = (0..4).map(|_| driver.stream_create().unwrap()).collect();
     let mut blocks: Vec<Block> = Vec::new();
     let mut pins: Vec<(Pin, Addr)> = Vec::new();
@@ -256,11 +257,13 @@ fn run(steps: &[Step], config: HeapConfig, context_events: bool) {
                         blocks.push(Block { addr, bytes, users: vec![stream], pins: 0, freed: false, pool });
                     }
                     Err(HeapError::OutOfMemory(figures)) => {
-                        let live: u64 = blocks.iter().map(|block| block.bytes).sum();
                         // Of a stream that does not come back some is lost where the context is not recorded. A capture keeps it
                         // from being recorded, and graphs keep bytes.
-                        let graphs = !graphs.captures.is_empty() || !graphs.graphs.is_empty();
-                        assert!(graphs || !context_events || live + bytes > CHUNK, "{bytes} of {live} live: {figures}");
+                        if context_events && graphs.captures.is_empty() && graphs.graphs.is_empty() {
+                            let (run, room) = (longest_run(&heap, &blocks, bytes > CHUNK), limit.saturating_sub(source.counts().reserved));
+                            let growth = bytes.div_ceil(2 * MIB) * 2 * MIB;
+                            assert!(run < bytes && room < growth, "{bytes} where {run} are free and {room} could be grown: {figures}");
+                        }
                     }
                     Err(error) => panic!("{error}"),
                 }
@@ -366,7 +369,10 @@ fn run(steps: &[Step], config: HeapConfig, context_events: bool) {
             Step::Trim { bytes } => _ = heap.trim(bytes),
             Step::EmptyCache => _ = heap.empty_cache(),
             Step::Tick => heap.tick(),
-            Step::Limit { chunks } => source.set_limit(chunks * CHUNK),
+            Step::Limit { chunks } => {
+                limit = chunks * CHUNK;
+                source.set_limit(limit);
+            }
             Step::Capture { stream, pool } => graphs.begin(&heap, &spy, streams[stream], pool),
             Step::EndCapture { capture, spoilt } => graphs.end(&heap, &spy, capture, spoilt),
             Step::Replay { graph, stream } => graphs.replay(&spy, graph, streams[stream]),
@@ -398,6 +404,28 @@ fn run(steps: &[Step], config: HeapConfig, context_events: bool) {
         source.counts().reserved == 0
     });
     assert_eq!((heap.stats().all.active.current, source.counts().strange, driver.misuse()), (0, 0, 0));
+}
+
+/// The most bytes in a row that no block and no pin is on, within a chunk or, for what is larger than one, of whole chunks in a row.
+/// A stream that waits for the others can have them all.
+fn longest_run(heap: &Heap, blocks: &[Block], over_chunks: bool) -> u64 {
+    let (mut longest, mut whole, mut end) = (0, 0, 0);
+    for region in heap.regions() {
+        let mut run = 0;
+        for block in &region.blocks {
+            let held = |other: &Block| other.addr < block.addr + block.bytes && block.addr < other.addr + other.bytes;
+            run = if block.used || blocks.iter().any(held) { 0 } else { run + block.bytes };
+            longest = longest.max(run);
+        }
+        whole = match (run == region.bytes, region.addr == end) {
+            (true, true) => whole + run,
+            (true, false) => run,
+            (false, _) => 0,
+        };
+        longest = longest.max(if over_chunks { whole } else { 0 });
+        end = region.addr + region.bytes;
+    }
+    longest
 }
 
 /// Nobody holds the block any more.
