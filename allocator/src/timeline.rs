@@ -3,93 +3,23 @@
 //! The GPU writes and waits on the word; the CPU reads it with a plain load. When a client dies, the owner keeps the last
 //! true value apart and stores [`POISON`], which releases every waiter at once and tells them from a value reached.
 
+mod word;
+
+/// Where [`word`] takes its atomics from: a test that includes that file gives it a model checker's (`tests/tests/contract_model.rs`).
+mod atomic {
+    pub(super) use std::sync::atomic::{AtomicU64, Ordering};
+}
+
+pub use word::{Reached, Word, POISON};
+
 use std::collections::HashMap;
 use std::fmt::Debug;
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::Arc;
-use std::time::Duration;
 
 use parking_lot::Mutex;
 
 use crate::driver::{Addr, CuResult, Driver, DriverError, Stream, StreamId};
-use crate::futex;
-
-/// What a dead client's word holds. Values stay below it for ever (2⁶² signals), and waits compare cyclically, so it
-/// releases them all.
-pub const POISON: u64 = 1 << 62;
-
-/// One timeline in shared memory, on a cache line of its own.
-#[repr(C, align(64))]
-#[derive(Debug, Default)]
-pub struct Word {
-    value: AtomicU64,
-    last_true: AtomicU64,
-}
-
-/// What a look at a timeline says of a value.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Reached {
-    /// The work is done.
-    Yes,
-    /// Not yet.
-    No,
-    /// Never: its client died before.
-    Never,
-}
-
-impl Word {
-    /// The value as it is now; at least [`POISON`] if its client is dead.
-    #[must_use]
-    pub fn value(&self) -> u64 {
-        self.value.load(Ordering::Acquire)
-    }
-
-    /// Whether the value has been reached.
-    #[must_use]
-    pub fn reached(&self, value: u64) -> Reached {
-        let now = self.value();
-        if now < POISON {
-            return if now >= value { Reached::Yes } else { Reached::No };
-        }
-        if self.last_true.load(Ordering::Acquire) >= value {
-            Reached::Yes
-        } else {
-            Reached::Never
-        }
-    }
-
-    /// Stores a value from the CPU: for work that has no stream.
-    pub fn store(&self, value: u64) {
-        self.value.fetch_max(value, Ordering::Release);
-    }
-
-    /// Releases every waiter of a dead client's timeline. Only when no work of it can run any more.
-    pub fn poison(&self) {
-        let now = self.value();
-        if now < POISON {
-            self.last_true.store(now, Ordering::Release);
-            self.value.store(POISON, Ordering::Release);
-        }
-    }
-
-    /// Wakes who sleeps on it ([`Word::nap`], or a stream of the host's), in any process: a plain store does not.
-    pub fn wake(&self) {
-        futex::wake(std::ptr::from_ref(&self.value) as u64);
-    }
-
-    /// Sleeps for a moment, no longer than this, while the value is the one that was seen. A GPU's write does not end it; a host
-    /// stream's does, and so does [`Word::wake`].
-    pub fn nap(&self, seen: u64, at_most: Duration) {
-        futex::nap(std::ptr::from_ref(&self.value) as u64, seen, at_most);
-    }
-
-    /// Takes the poison away when the slot gets a new client; values go on from the last true one.
-    pub fn revive(&self) -> u64 {
-        let last = self.last_true.load(Ordering::Acquire);
-        let _ = self.value.compare_exchange(POISON, last, Ordering::AcqRel, Ordering::Acquire);
-        self.value()
-    }
-}
 
 /// The shared memory that timelines lie in.
 pub trait TimelineMemory: Send + Sync + Debug {
@@ -318,5 +248,17 @@ mod tests {
         assert!(word.value() >= POISON);
         assert_eq!(word.revive(), 5);
         assert_eq!(word.reached(6), Reached::No);
+    }
+
+    #[test]
+    fn what_a_client_scribbles_over_its_words_ends_with_it() {
+        let word = Word::default();
+        word.store(5);
+        word.poison();
+        word.store(u64::MAX);
+        assert_eq!(word.revive(), 5);
+        word.store(6);
+        word.poison();
+        assert_eq!((word.reached(6), word.reached(7)), (Reached::Yes, Reached::Never));
     }
 }

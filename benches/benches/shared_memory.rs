@@ -45,7 +45,7 @@ fn ledgers(c: &mut Criterion) {
     for place in 0..1000 {
         control.hold(0, place).unwrap().make(0, 1, claim).unwrap();
     }
-    control.high_hold(0).unwrap().store(1000, std::sync::atomic::Ordering::Relaxed);
+    control.marks(0).unwrap().reach(999);
     c.bench_function("lends of 1000 holds", |b| b.iter(|| lends::read(&control)));
     let hold = control.hold(1, 0).unwrap();
     c.bench_function("a hold made, taken, done and free again", |b| {

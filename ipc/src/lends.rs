@@ -1,11 +1,10 @@
 //! Who lends what to whom: the holds of the control memory, added up. Each byte counts at its producer.
 
 use std::collections::{BTreeMap, HashSet};
-use std::sync::atomic::Ordering;
 
 use serde::Serialize;
 
-use crate::control::{Control, HoldState, HoldWord, MAX_CLIENTS};
+use crate::control::{Claim, Control, HoldState, HoldWord, MAX_CLIENTS};
 
 /// What one client lends to one other, in one window.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
@@ -30,17 +29,12 @@ pub fn read(control: &Control) -> Vec<Lend> {
     for from in 0..MAX_CLIENTS as u32 {
         let mut seen = HashSet::new();
         for (_, hold) in control.used_holds(from) {
-            let word = hold.word();
+            // What ended while we looked lends nothing.
+            let Some((word, Claim { window, offset, bytes, .. })) = hold.glance() else { continue };
             if !matches!(word.state(), HoldState::InFlight | HoldState::Held) {
                 continue;
             }
-            let [window, offset, bytes] = [&hold.window, &hold.offset, &hold.bytes].map(|field| field.load(Ordering::Acquire));
-            if hold.word() != word {
-                // It ended while we looked: the fields may be another's.
-                continue;
-            }
             let to = (word.receiver() != HoldWord::ANYBODY).then_some(u32::from(word.receiver()));
-            let window = window as u32;
             let lend = lends.entry((from, to, window)).or_insert(Lend { from, to, window, bytes: 0, holds: 0 });
             lend.holds += 1;
             if seen.insert((to, window, offset)) {
@@ -54,7 +48,6 @@ pub fn read(control: &Control) -> Vec<Lend> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::control::Claim;
 
     #[test]
     fn each_range_counts_once_for_each_receiver() {
@@ -63,7 +56,7 @@ mod tests {
         for (place, to, offset) in [(0, 4, 0), (1, 4, 0), (2, 5, 0), (3, 4, 512), (4, HoldWord::ANYBODY, 0)] {
             assert!(control.hold(2, place).unwrap().make(2, to, claim(offset)).is_some());
         }
-        control.high_hold(2).unwrap().store(5, Ordering::Relaxed);
+        control.marks(2).unwrap().reach(4);
         let hold = control.hold(2, 2).unwrap();
         assert!(hold.finish(hold.word().generation(), 5, None));
         let lend = |to, bytes, holds| Lend { from: 2, to, window: 7, bytes, holds };

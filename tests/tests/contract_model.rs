@@ -1,260 +1,38 @@
-//! The hold's word and the producer's two looks under every order of steps, by a model checker.
+//! What several threads or processes change without a lock, under every order of steps and with every old value that a weakly ordered
+//! machine may still read, by a model checker (loom).
 //!
-//! The sources are the library's own; only where they take their atomics from differs.
+//! The sources are the library's own, taken in by their paths; only where they take their atomics from (`super::atomic`, `super::sync`)
+//! differs. Each file of `model/` names the words, and what is relied on. A schedule is left after a bounded number of preemptions; both
+//! sides run in threads of their own, since loom hardly interleaves its first one with others.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, dead_code, unreachable_pub, missing_docs)]
 
-mod atomic {
-    pub(super) use loom::sync::atomic::{AtomicU64, Ordering};
+#[path = "model/holds.rs"]
+mod holds;
+#[path = "model/lock.rs"]
+mod lock;
+#[path = "model/ring.rs"]
+mod ring;
+#[path = "model/rows.rs"]
+mod rows;
+#[path = "model/tally.rs"]
+mod tally;
+#[path = "model/timeline.rs"]
+mod timeline;
+
+/// For the sources that sleep on a word: in a model nobody sleeps.
+mod futex {
+    use std::time::Duration;
+
+    pub(crate) fn wake(_word: u64) {}
+
+    pub(crate) fn nap(_word: u64, _seen: u64, _at_most: Duration) {
+        loom::thread::yield_now();
+    }
 }
 
-#[path = "../../ipc/src/control/hold.rs"]
-mod hold;
-#[path = "../../ipc/src/control/sweep.rs"]
-mod sweep;
-
-use atomic::{AtomicU64, Ordering};
-use hold::{Claim, Hold, HoldState, HoldWord};
-use loom::sync::Arc;
-use loom::thread;
-use sweep::Look;
-
-const PRODUCER: u8 = 0;
-const FIRST: u8 = 1;
-const SECOND: u8 = 2;
-const LEASE: u64 = 7;
-const CLAIM: Claim = Claim { lease: LEASE, window: 1, offset: 0, bytes: 512 };
-
-fn new_hold() -> Hold {
-    Hold::zeroed(|| AtomicU64::new(0))
-}
-
-fn check(model: impl Fn() + Sync + Send + 'static) {
+/// Every execution with so many preemptions at most.
+fn check(preemptions: usize, model: impl Fn() + Sync + Send + 'static) {
     let mut builder = loom::model::Builder::new();
-    // As many as it takes to miss a hold, and one more. Both sides run in threads of their own: loom hardly interleaves its
-    // first one with others.
-    builder.preemption_bound = Some(3);
+    builder.preemption_bound = Some(preemptions);
     builder.check(model);
-}
-
-struct Table {
-    holds: [Hold; 2],
-    /// Set when the producer has ended the lease: the bytes are anybody's.
-    ended: AtomicU64,
-}
-
-impl Table {
-    fn new() -> Arc<Self> {
-        Arc::new(Self { holds: [new_hold(), new_hold()], ended: AtomicU64::new(0) })
-    }
-
-    fn look(&self) -> Look {
-        Look::at((0..).zip(&self.holds))
-    }
-
-    /// What a reaper that trusts its first look would take for the second.
-    fn look_again(&self, first: &Look) -> Look {
-        first.clone()
-    }
-
-    /// The producer's reaping, as the client does it.
-    fn reap(&self) {
-        let before = self.look();
-        self.reap_after(&before, self.look());
-    }
-
-    fn reap_after(&self, before: &Look, after: Look) {
-        let over = after.steady(before, LEASE).is_some_and(|holds| holds.iter().all(|(_, word)| word.state() == HoldState::Done));
-        if over {
-            self.ended.store(1, Ordering::Release);
-        }
-        for (index, word) in after.all().filter(|(_, word)| word.state() == HoldState::Done) {
-            self.holds[index as usize].recycle(word);
-        }
-    }
-
-    fn is_mine(&self) {
-        assert_eq!(self.ended.load(Ordering::Acquire), 0, "the block was given away while it was held");
-    }
-}
-
-/// A holder passes the bytes on and lets go, while the producer looks. `from`, `to`: the places of the two holds, both orders.
-fn forward_against_reap(from: usize, to: usize, reap: impl Fn(&Table) + Clone + Send + Sync + 'static) {
-    check(move || {
-        let table = Table::new();
-        let generation = table.holds[from].make(PRODUCER, FIRST, CLAIM).unwrap();
-        assert!(table.holds[from].take(generation, FIRST));
-        let holder = {
-            let table = table.clone();
-            thread::spawn(move || {
-                let own = &table.holds[from];
-                let new = &table.holds[to];
-                let made = new.make(FIRST, SECOND, Claim { ..own.claim().unwrap() }).unwrap();
-                assert!(own.confirm(generation, FIRST));
-                assert!(own.finish(generation, FIRST, None));
-                // The receiver, wherever the frame has taken it.
-                assert!(new.take(made, SECOND));
-                table.is_mine();
-                assert_eq!(new.claim().unwrap(), CLAIM);
-                assert!(new.finish(made, SECOND, None));
-            })
-        };
-        let reaper = {
-            let (table, reap) = (table.clone(), reap.clone());
-            thread::spawn(move || reap(&table))
-        };
-        reaper.join().unwrap();
-        holder.join().unwrap();
-        table.reap();
-        table.reap();
-        assert_eq!(table.ended.load(Ordering::Acquire), 1, "nothing is left held");
-        assert!(table.holds.iter().all(|hold| hold.word().state() == HoldState::Free));
-    });
-}
-
-#[test]
-fn passing_on_downwards_is_never_missed() {
-    forward_against_reap(1, 0, Table::reap);
-}
-
-#[test]
-fn passing_on_upwards_is_never_missed() {
-    forward_against_reap(0, 1, Table::reap);
-}
-
-/// The checker is checked: with one look in place of two it finds the order in which a block is given away.
-#[test]
-#[should_panic(expected = "given away while it was held")]
-fn one_look_would_not_do() {
-    forward_against_reap(1, 0, |table| {
-        let look = table.look();
-        table.reap_after(&look, table.look_again(&look));
-    });
-}
-
-/// One thread passes on what another lets go of: either the new hold stands, or it is refused.
-#[test]
-fn passing_on_what_is_being_let_go_of_is_refused_or_safe() {
-    check(|| {
-        let table = Table::new();
-        let generation = table.holds[1].make(PRODUCER, FIRST, CLAIM).unwrap();
-        assert!(table.holds[1].take(generation, FIRST));
-        let releasing = {
-            let table = table.clone();
-            thread::spawn(move || assert!(table.holds[1].finish(generation, FIRST, None)))
-        };
-        let forwarding = {
-            let table = table.clone();
-            thread::spawn(move || {
-                let Some(made) = table.holds[0].make(FIRST, SECOND, CLAIM) else { return };
-                if table.holds[1].confirm(generation, FIRST) {
-                    assert!(table.holds[0].take(made, SECOND));
-                    table.is_mine();
-                    table.holds[0].finish(made, SECOND, None);
-                } else {
-                    table.holds[0].bury(table.holds[0].word());
-                }
-            })
-        };
-        let reaping = {
-            let table = table.clone();
-            thread::spawn(move || table.reap())
-        };
-        reaping.join().unwrap();
-        releasing.join().unwrap();
-        forwarding.join().unwrap();
-    });
-}
-
-/// Old acks of an earlier life end nothing of a later one.
-#[test]
-fn an_ack_of_an_earlier_life_ends_nothing() {
-    check(|| {
-        let hold = Arc::new(new_hold());
-        let first = hold.make(PRODUCER, FIRST, CLAIM).unwrap();
-        assert!(hold.take(first, FIRST));
-        let receiver = {
-            let hold = hold.clone();
-            thread::spawn(move || {
-                assert!(hold.finish(first, FIRST, Some((3, 9))));
-                // Again, as a replayed frame or a confused deleter would.
-                assert!(!hold.finish(first, FIRST, None));
-                assert!(!hold.take(first, FIRST) && !hold.decline(first, FIRST));
-            })
-        };
-        let producer = {
-            let hold = hold.clone();
-            thread::spawn(move || hold.recycle(hold.word()).then(|| hold.make(PRODUCER, SECOND, CLAIM).unwrap()))
-        };
-        receiver.join().unwrap();
-        if let Some(second) = producer.join().unwrap() {
-            assert_ne!(second, first);
-            let word = hold.word();
-            assert_eq!((word.generation(), word.state(), word.receiver()), (second, HoldState::InFlight, SECOND));
-            assert_eq!(hold.done(), None);
-        } else {
-            assert_eq!(hold.done(), Some((3, 9)));
-        }
-    });
-}
-
-/// The owner ends the hold of a dead receiver while its ack may still be on its way.
-#[test]
-fn burying_and_finishing_meet_once() {
-    check(|| {
-        let hold = Arc::new(new_hold());
-        let generation = hold.make(PRODUCER, FIRST, CLAIM).unwrap();
-        let receiver = {
-            let hold = hold.clone();
-            thread::spawn(move || (hold.take(generation, FIRST), hold.finish(generation, FIRST, None)))
-        };
-        let owner = {
-            let hold = hold.clone();
-            // Until nothing is left to bury, as the owner does.
-            thread::spawn(move || loop {
-                let word = hold.word();
-                if !matches!(word.state(), HoldState::InFlight | HoldState::Held) {
-                    break false;
-                }
-                if hold.bury(word) {
-                    break true;
-                }
-                thread::yield_now();
-            })
-        };
-        let buried = owner.join().unwrap();
-        let (_, finished) = receiver.join().unwrap();
-        assert!(buried || finished);
-        assert_eq!(hold.word().state(), HoldState::Done);
-        assert!(hold.recycle(hold.word()));
-    });
-}
-
-/// Two that forward into one table never get one place.
-#[test]
-fn two_makers_get_two_places() {
-    check(|| {
-        let table = Table::new();
-        let make = |who: u8| {
-            let table = table.clone();
-            move || {
-                (0..2).find_map(|index| {
-                    let claim = Claim { offset: u64::from(who), ..CLAIM };
-                    table.holds[index].make(who, who + 10, claim).map(|generation| (index, generation))
-                })
-            }
-        };
-        let (one, two) = (thread::spawn(make(SECOND)), thread::spawn(make(FIRST)));
-        let ((a, generation_a), (b, generation_b)) = (one.join().unwrap().unwrap(), two.join().unwrap().unwrap());
-        assert_ne!(a, b);
-        for (index, generation, who) in [(a, generation_a, SECOND), (b, generation_b, FIRST)] {
-            assert!(table.holds[index].take(generation, who + 10));
-            assert_eq!(table.holds[index].claim().unwrap().offset, u64::from(who));
-        }
-    });
-}
-
-#[test]
-fn a_word_is_put_together_and_taken_apart() {
-    let word = HoldWord::new(5, HoldState::Held, 3, 9);
-    assert_eq!((word.generation(), word.state(), word.sender(), word.receiver()), (5, HoldState::Held, 3, 9));
 }

@@ -6,8 +6,9 @@
 use std::cell::UnsafeCell;
 use std::fmt;
 use std::ops::{Deref, DerefMut};
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
+
+use super::sync::{sleep, spin_loop, yield_now, AtomicBool, Ordering};
 
 /// Looks of a waiter that does not let go of its processor: some ten microseconds in all.
 const LOOKS: u32 = 24;
@@ -25,7 +26,7 @@ pub(super) struct Lock<T> {
 unsafe impl<T: Send> Sync for Lock<T> {}
 
 impl<T> Lock<T> {
-    pub(super) const fn new(value: T) -> Self {
+    pub(super) fn new(value: T) -> Self {
         Self { held: AtomicBool::new(false), value: UnsafeCell::new(value) }
     }
 
@@ -41,9 +42,9 @@ impl<T> Lock<T> {
     fn wait(&self) {
         for look in 0_u32.. {
             match look {
-                0..LOOKS => (0..1 << look.min(4)).for_each(|_| std::hint::spin_loop()),
-                LOOKS..YIELDS => std::thread::yield_now(),
-                _ => std::thread::sleep(NAP),
+                0..LOOKS => (0..1 << look.min(4)).for_each(|_| spin_loop()),
+                LOOKS..YIELDS => yield_now(),
+                _ => sleep(NAP),
             }
             // Waiters only read, so that the holder keeps its cache line.
             if !self.held.load(Ordering::Relaxed) && !self.held.swap(true, Ordering::Acquire) {
@@ -88,43 +89,5 @@ impl<T> Drop for Guard<'_, T> {
     #[inline]
     fn drop(&mut self) {
         self.lock.held.store(false, Ordering::Release);
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn one_at_a_time() {
-        let lock = Lock::new((0_u64, 0_u64));
-        std::thread::scope(|scope| {
-            for _ in 0..8 {
-                scope.spawn(|| {
-                    for turn in 0..5_000 {
-                        let mut pair = lock.lock();
-                        assert_eq!(pair.0, pair.1);
-                        pair.0 += 1;
-                        if turn % 1_000 == 0 {
-                            // The holder loses its processor: the others come to yield and to sleep.
-                            std::thread::yield_now();
-                        }
-                        pair.1 += 1;
-                    }
-                });
-            }
-        });
-        assert_eq!(*lock.lock(), (40_000, 40_000));
-    }
-
-    #[test]
-    fn a_panic_lets_go() {
-        let lock = Lock::new(1);
-        let caught = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
-            let _held = lock.lock();
-            panic!("on purpose");
-        }));
-        assert!(caught.is_err());
-        assert_eq!(*lock.lock(), 1);
     }
 }

@@ -13,6 +13,8 @@ mod grow;
 mod index;
 mod local;
 mod lock;
+#[cfg(test)]
+mod lock_tests;
 mod meter;
 mod miss;
 mod places;
@@ -50,6 +52,13 @@ use lock::{Guard, Lock};
 use meter::Meter;
 use places::Place;
 use streams::Streams;
+
+/// Where [`lock`] takes these from: a test that includes that file gives it a model checker's (`tests/tests/contract_model.rs`).
+mod sync {
+    pub(super) use std::hint::spin_loop;
+    pub(super) use std::sync::atomic::{AtomicBool, Ordering};
+    pub(super) use std::thread::{sleep, yield_now};
+}
 
 /// Streams, and streams under graphs, whose tables are ready from the beginning: some 4 KiB each.
 const DOMAINS: usize = 16;

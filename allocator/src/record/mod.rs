@@ -11,6 +11,12 @@ mod ring;
 #[cfg(test)]
 mod tests;
 
+/// Where the ring and its reader take these from: a test that includes their files gives them a model checker's
+/// (`tests/tests/contract_model.rs`).
+mod atomic {
+    pub(super) use std::sync::atomic::{fence, AtomicU64, Ordering};
+}
+
 pub use event::{Event, Kind};
 pub use read::Recording;
 

@@ -3,6 +3,7 @@
 use std::io::{Error, ErrorKind, Result};
 use std::path::Path;
 
+use super::atomic::{fence, Ordering};
 use super::event::{Event, WORDS};
 use super::ring::{word, HEAD, MAGIC};
 use super::MOST_EVENTS;
@@ -34,10 +35,15 @@ impl Recording {
     /// # Errors
     /// The system's, and [`ErrorKind::InvalidData`] for a file that is no recording.
     pub fn read(path: &Path) -> Result<Self> {
-        let first = std::fs::read(path)?;
-        // A place that is the same twice in a row was not being written when it was read first.
-        let second = std::fs::read(path)?;
-        Self::parse(&first, &second)
+        Self::by_two_looks(|| std::fs::read(path))
+    }
+
+    /// From two copies of what may be written meanwhile. A place that is the same in both was not being written when it was read first,
+    /// and what the first copy's head counts is in the second.
+    pub(super) fn by_two_looks(mut look: impl FnMut() -> Result<Vec<u8>>) -> Result<Self> {
+        let first = look()?;
+        fence(Ordering::Acquire);
+        Self::parse(&first, &look()?)
     }
 
     /// From a copy of a ring that nobody wrote meanwhile.
@@ -58,7 +64,7 @@ impl Recording {
             return Err(bad("its number of events cannot be"));
         }
         let said = usize::try_from(head(word::TEXT_WRITTEN)).unwrap_or(usize::MAX).min(text_end - HEAD);
-        let lines = image.get(HEAD..HEAD + said).unwrap_or_default();
+        let lines = again.get(HEAD..HEAD + said).unwrap_or_default();
         let mut events = Vec::new();
         for number in written.saturating_sub(places) + 1..=written {
             let at = (number - 1) % places;

@@ -7,8 +7,8 @@
 
 use std::io::Result;
 use std::path::Path;
-use std::sync::atomic::{fence, AtomicU64, Ordering};
 
+use super::atomic::{fence, AtomicU64, Ordering};
 use super::event::{Event, WORDS};
 use super::map::Map;
 

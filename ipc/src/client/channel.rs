@@ -133,14 +133,14 @@ impl Office {
         if last && row.is_some_and(|row| broken || dead(row)) {
             self.drop_unread(peer);
         }
-        self.control.changes().fetch_add(1, Ordering::Relaxed);
+        self.control.changes().note();
     }
 
     /// A client is dead: what it had begun to send and nobody will finish ends, unless a channel is still to be read.
     pub(super) fn died(&self, peer: &Peer) {
         if !self.open.lock().contains_key(&peer.serial) {
             self.drop_unread(peer);
-            self.control.changes().fetch_add(1, Ordering::Relaxed);
+            self.control.changes().note();
         }
     }
 
@@ -343,7 +343,7 @@ mod tests {
     /// A client has a slot, and a value of it is on its way here.
     fn sends(control: &Control, sender: &Peer) {
         control.client(sender.client).unwrap().write(&ClientRow { serial: sender.serial, ..ClientRow::default() });
-        control.high_hold(sender.client).unwrap().store(1, Ordering::Relaxed);
+        control.marks(sender.client).unwrap().reach(0);
         let claim = Claim { lease: 1, window: 2, offset: 0, bytes: 8 };
         control.hold(sender.client, 0).unwrap().make(sender.client as u8, ME as u8, claim).unwrap();
     }

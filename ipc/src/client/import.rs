@@ -168,7 +168,7 @@ impl Imports {
     pub(super) fn decline(&self, hold: HoldRef) {
         if let Some(record) = self.control.hold(hold.producer, hold.index) {
             record.decline(hold.generation, self.me as u8);
-            self.control.changes().fetch_add(1, Ordering::Relaxed);
+            self.control.changes().note();
         }
     }
 
@@ -215,7 +215,7 @@ impl Imports {
         }
         if let Some(record) = self.control.hold(hold.producer, hold.index) {
             record.finish(hold.generation, self.me as u8, done.map(|signal| (signal.timeline, signal.value)));
-            self.control.changes().fetch_add(1, Ordering::Relaxed);
+            self.control.changes().note();
         }
     }
 

@@ -1,7 +1,7 @@
 //! Leases: blocks of this client that others hold, until the last is done with its use of them on the GPU.
 
 use std::collections::HashMap;
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::Arc;
 
 use millpond_allocator::driver::Addr;
@@ -103,7 +103,7 @@ impl Leases {
                 }
                 None => break,
             };
-            raise(self.control.high_hold(self.me), 0, u64::from(index) + 1);
+            reach(&self.control, self.me, index);
             // A place that a misbehaving peer scribbled on is passed over.
             if let Some(generation) = self.control.hold(self.me, index).and_then(|hold| hold.make(self.me as u8, receiver, claim)) {
                 return Ok(Some(HoldRef { producer: self.me, index, generation }));
@@ -246,13 +246,10 @@ fn done_reached(control: &Control, hold: &Hold) -> bool {
     }
 }
 
-/// Raises one half of a table's high-water marks.
-fn raise(high: Option<&AtomicU64>, shift: u32, to: u64) {
-    if let Some(high) = high {
-        let _ = high.fetch_update(Ordering::AcqRel, Ordering::Acquire, |now| {
-            let half = now >> shift & 0xffff_ffff;
-            (half < to).then(|| now & !(0xffff_ffff << shift) | to << shift)
-        });
+/// Makes a producer's look reach a place.
+fn reach(control: &Control, producer: u32, place: u32) {
+    if let Some(marks) = control.marks(producer) {
+        marks.reach(place);
     }
 }
 
@@ -282,7 +279,7 @@ pub(super) fn place_forwarded(control: &Control, me: u32, producer: u32, claim: 
         let index = (FORWARDED + place) as u32;
         let Some(hold) = control.hold(producer, index) else { break };
         // The mark goes up before the hold can be seen, so that the producer's look reaches it.
-        raise(control.high_hold(producer), 32, place as u64 + 1);
+        reach(control, producer, index);
         if let Some(generation) = hold.make(me as u8, receiver, claim) {
             return Ok(HoldRef { producer, index, generation });
         }

@@ -1,7 +1,8 @@
 //! A record of words with one writer and any number of readers that need nobody's help.
 
 use std::marker::PhantomData;
-use std::sync::atomic::{fence, AtomicU64, Ordering};
+
+use super::atomic::{fence, AtomicU64, Ordering};
 
 /// A record as words.
 pub trait Words<const N: usize>: Sized {
@@ -17,7 +18,8 @@ pub trait Words<const N: usize>: Sized {
 #[derive(Debug)]
 pub struct Cell<T, const N: usize> {
     writes: AtomicU64,
-    copies: [[AtomicU64; N]; 2],
+    /// The other one than readers look at is being written, or was left half-written.
+    pub(super) copies: [[AtomicU64; N]; 2],
     record: PhantomData<T>,
 }
 
@@ -26,6 +28,14 @@ pub struct Cell<T, const N: usize> {
 const LOOKS: usize = 64;
 
 impl<T: Words<N>, const N: usize> Cell<T, N> {
+    /// A cell that nobody ever wrote, of words that the caller makes: for tests, since the real ones lie in shared memory.
+    #[doc(hidden)]
+    #[must_use]
+    pub fn zeroed(word: impl Fn() -> AtomicU64) -> Self {
+        let copy = || std::array::from_fn(|_| word());
+        Self { writes: word(), copies: [copy(), copy()], record: PhantomData }
+    }
+
     /// Writes a record. Only its one writer may call this, one call at a time.
     #[inline]
     pub fn write(&self, record: &T) {
@@ -56,55 +66,5 @@ impl<T: Words<N>, const N: usize> Cell<T, N> {
     #[must_use]
     pub fn writes(&self) -> u64 {
         self.writes.load(Ordering::Relaxed)
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[derive(Debug, PartialEq)]
-    struct Row(u64);
-
-    impl Words<8> for Row {
-        fn to_words(&self) -> [u64; 8] {
-            [self.0; 8]
-        }
-        fn from_words(words: [u64; 8]) -> Self {
-            assert!(words.iter().all(|word| *word == words[0]), "torn: {words:?}");
-            Self(words[0])
-        }
-    }
-
-    fn cell() -> Cell<Row, 8> {
-        Cell { writes: AtomicU64::new(0), copies: Default::default(), record: PhantomData }
-    }
-
-    #[test]
-    fn readers_never_see_a_torn_row() {
-        let cell = cell();
-        let done = AtomicU64::new(0);
-        std::thread::scope(|scope| {
-            scope.spawn(|| {
-                (1..=200_000).for_each(|n| cell.write(&Row(n)));
-                done.store(1, Ordering::Release);
-            });
-            let mut last = 0;
-            while done.load(Ordering::Acquire) == 0 {
-                if let Some(Row(n)) = cell.read() {
-                    assert!(n >= last);
-                    last = n;
-                }
-            }
-        });
-        assert_eq!(cell.read(), Some(Row(200_000)));
-    }
-
-    #[test]
-    fn a_writer_that_dies_half_way_leaves_the_last_row() {
-        let cell = cell();
-        cell.write(&Row(1));
-        cell.copies[0][3].store(99, Ordering::Relaxed); // the copy that the next write would fill
-        assert_eq!(cell.read(), Some(Row(1)));
     }
 }

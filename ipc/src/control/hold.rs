@@ -1,6 +1,6 @@
 //! Holds: one receiver's claim on a lease, changed by one compare-and-swap.
 
-use super::atomic::{AtomicU64, Ordering};
+use super::atomic::{fence, AtomicU64, Ordering};
 
 /// Where a hold is in its life. It only moves forward; a new life begins under a new generation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -138,6 +138,8 @@ impl Hold {
         if !self.swap(free, making) {
             return None;
         }
+        // Whoever sees one of these sees that the life before is over.
+        fence(Ordering::Release);
         self.lease.store(claim.lease, Ordering::Relaxed);
         self.window.store(u64::from(claim.window), Ordering::Relaxed);
         self.offset.store(claim.offset, Ordering::Relaxed);
@@ -225,6 +227,16 @@ impl Hold {
             offset: self.offset.load(Ordering::Relaxed),
             bytes: self.bytes.load(Ordering::Relaxed),
         })
+    }
+
+    /// The word and what the hold is on, for one who has no part in it: `None` where it changed meanwhile, since the rest may be of
+    /// another life then.
+    #[must_use]
+    pub fn glance(&self) -> Option<(HoldWord, Claim)> {
+        let word = self.word();
+        let claim = self.claim();
+        fence(Ordering::Acquire);
+        (self.word() == word).then_some((word, claim?))
     }
 
     /// DONE, where one was recorded.

@@ -5,7 +5,9 @@ use std::sync::atomic::AtomicU64;
 use millpond_allocator::timeline::Word;
 
 use super::cell::{Cell, Words};
+use super::changes::Changes;
 use super::hold::Hold;
+use super::marks::Marks;
 use super::tally::Tally;
 
 /// The most clients of one owner. Each may hold a window on every device, and addresses end at 128 TiB.
@@ -30,7 +32,7 @@ pub(super) struct Head {
     pub(super) layout: AtomicU64,
     pub(super) token: [AtomicU64; 2],
     pub(super) owner_pid: AtomicU64,
-    pub(super) changes: AtomicU64,
+    pub(super) changes: Changes,
 }
 
 #[repr(C, align(4096))]
@@ -51,7 +53,7 @@ pub(super) struct Layout {
     pub(super) devices: Page<[Cell<DeviceRow, { DeviceRow::WORDS }>; MAX_DEVICES]>,
     pub(super) clients: Page<[Cell<ClientRow, { ClientRow::WORDS }>; MAX_CLIENTS]>,
     pub(super) beats: Page<[AtomicU64; MAX_CLIENTS]>,
-    pub(super) high_holds: Page<[AtomicU64; MAX_CLIENTS]>,
+    pub(super) marks: Page<[Marks; MAX_CLIENTS]>,
     pub(super) grants: Page<[[Cell<GrantRow, { GrantRow::WORDS }>; MAX_DEVICES]; MAX_CLIENTS]>,
     pub(super) live: Page<[[Cell<LiveRow, { LiveRow::WORDS }>; MAX_DEVICES]; MAX_CLIENTS]>,
     pub(super) tallies: Page<[[Tally; MAX_DEVICES]; MAX_CLIENTS]>,

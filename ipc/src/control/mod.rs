@@ -6,25 +6,33 @@
 
 mod cause;
 mod cell;
+#[cfg(test)]
+mod cell_tests;
+mod changes;
 mod hold;
 mod layout;
+mod marks;
 mod sweep;
 mod tally;
+#[cfg(test)]
+mod tally_tests;
 
-/// Where [`hold`] takes its atomics from: a test that includes that file gives it a model checker's.
+/// Where these files take their atomics from: a test that includes them gives them a model checker's (`tests/tests/contract_model.rs`).
 mod atomic {
-    pub(super) use std::sync::atomic::{AtomicU64, Ordering};
+    pub(super) use std::sync::atomic::{fence, AtomicU64, Ordering};
 }
 
 pub(crate) use sweep::Look;
 
 pub use cause::Cause;
 pub use cell::Cell;
+pub use changes::Changes;
 pub use hold::{Claim, Hold, HoldState, HoldWord};
 pub use layout::{
     ClientRow, ClientState, DeviceRow, GrantRow, LiveRow, FORWARDED, HOLDS_PER_CLIENT, LAYOUT, MAX_CLIENTS, MAX_DEVICES, NAME_BYTES,
     TIMELINES_PER_CLIENT,
 };
+pub use marks::Marks;
 pub use tally::{Count, Fall, Tally, Tier};
 
 use std::ffi::c_void;
@@ -130,9 +138,9 @@ impl Control {
         [head.token[0].load(Ordering::Relaxed), head.token[1].load(Ordering::Relaxed)]
     }
 
-    /// A number that grows whenever anything is given back or a hold is done; waiters for memory look at it.
+    /// Whether anything was given back or a hold is done.
     #[must_use]
-    pub fn changes(&self) -> &AtomicU64 {
+    pub fn changes(&self) -> &Changes {
         &self.layout().head.changes
     }
 
@@ -228,17 +236,14 @@ impl Control {
 
     /// The places of a producer's table that were ever used, with their holds: its own, then those of forwarders.
     pub fn used_holds(&self, producer: u32) -> impl Iterator<Item = (u32, &Hold)> {
-        let marks = self.high_hold(producer).map_or(0, |marks| marks.load(Ordering::Acquire));
-        let (own, forwarded) = (marks as u32 as usize, (marks >> 32) as usize);
-        let places = (0..own.min(FORWARDED)).chain(FORWARDED..(FORWARDED + forwarded).min(HOLDS_PER_CLIENT));
-        places.filter_map(move |place| Some((place as u32, self.hold(producer, place as u32)?)))
+        let places = self.marks(producer).map(Marks::places).into_iter().flatten();
+        places.filter_map(move |place| Some((place, self.hold(producer, place)?)))
     }
 
-    /// How much of each half of a producer's table was ever used: of its own holds in the low 32 bits, of forwarders' in the
-    /// high ones, each one more than the highest place in its half.
+    /// How much of each half of a producer's table was ever used.
     #[must_use]
-    pub fn high_hold(&self, producer: u32) -> Option<&AtomicU64> {
-        self.layout().high_holds.get(producer as usize)
+    pub fn marks(&self, producer: u32) -> Option<&Marks> {
+        self.layout().marks.get(producer as usize)
     }
 }
 

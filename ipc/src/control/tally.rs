@@ -3,7 +3,7 @@
 //! Plain words that only grow, written by the client's own threads with one addition each, read by anybody. They count for
 //! people and alarms: nothing is decided by them, so a client that lies about them harms nobody.
 
-use std::sync::atomic::{AtomicU64, Ordering};
+use super::atomic::{AtomicU64, Ordering};
 
 /// By which way a value crossed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -82,7 +82,7 @@ pub enum Count {
 
 const TIERS: usize = Tier::ALL.len();
 const FALLS: usize = Fall::ALL.len();
-const COUNTS: usize = 2 * TIERS + FALLS + 2;
+pub(super) const COUNTS: usize = 2 * TIERS + FALLS + 2;
 
 impl Count {
     const fn index(self) -> usize {
@@ -114,7 +114,7 @@ impl Count {
 /// A client's counters on one device.
 #[repr(C, align(64))]
 #[derive(Debug)]
-pub struct Tally([AtomicU64; COUNTS]);
+pub struct Tally(pub(super) [AtomicU64; COUNTS]);
 
 impl Tally {
     /// Adds to a counter: one addition, from any thread.
@@ -134,44 +134,5 @@ impl Tally {
     /// All from zero, for the slot's next client.
     pub fn reset(&self) {
         self.0.iter().for_each(|word| word.store(0, Ordering::Relaxed));
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn all() -> Vec<Count> {
-        let tiers = || Tier::ALL.into_iter();
-        let falls = Fall::ALL.into_iter().map(Count::Fell);
-        tiers().map(Count::Sent).chain(tiers().map(Count::Received)).chain(falls).chain([Count::Copies, Count::CopiedBytes]).collect()
-    }
-
-    #[test]
-    fn each_counter_has_a_word_of_its_own() {
-        let tally = Tally(Default::default());
-        for (n, count) in all().into_iter().enumerate() {
-            assert_eq!(tally.get(count), 0, "{count:?}");
-            tally.add(count, n as u64 + 1);
-            assert_eq!(tally.get(count), n as u64 + 1);
-        }
-        assert_eq!(all().len(), COUNTS);
-        tally.reset();
-        assert!(all().into_iter().all(|count| tally.get(count) == 0));
-    }
-
-    #[test]
-    fn counters_are_found_by_name() {
-        for (tier, name) in Tier::ALL.into_iter().zip(Tier::NAMES) {
-            assert_eq!(Count::named(&format!("sent.{name}")), Some(Count::Sent(tier)));
-            assert_eq!(Count::named(&format!("received.{name}")), Some(Count::Received(tier)));
-            assert_eq!(Tier::from_number(tier as u8), tier);
-        }
-        for (fall, name) in Fall::ALL.into_iter().zip(Fall::NAMES) {
-            assert_eq!(Count::named(&format!("fell.{name}")), Some(Count::Fell(fall)));
-        }
-        assert_eq!(Count::named("copied_bytes"), Some(Count::CopiedBytes));
-        assert!(["", "sent", "sent.", "sent.tape", "fell.arena", "copies.arena"].iter().all(|name| Count::named(name).is_none()));
-        assert_eq!(Tier::from_number(200), Tier::Arena);
     }
 }

@@ -200,7 +200,7 @@ impl Owner {
         if self.orphans_due().is_none_or(|due| due > now) {
             return;
         }
-        let changes = self.control.changes().load(Ordering::Acquire);
+        let changes = self.control.changes().seen();
         if changes != self.orphans.changes {
             self.orphans.step = SOON;
         }
@@ -211,7 +211,7 @@ impl Owner {
         if self.estate.devices.iter().map(|books| books.row.reserved).sum::<u64>() != before {
             self.memory_came_back();
         }
-        self.orphans.changes = self.control.changes().load(Ordering::Acquire);
+        self.orphans.changes = self.control.changes().seen();
         self.orphans.next = now + self.orphans.step;
         self.orphans.step = (self.orphans.step * 2).min(LATE);
     }

@@ -243,7 +243,7 @@ impl Owner {
 
     /// Says that memory came back or holds are done.
     fn note_change(&self) {
-        self.control.changes().fetch_add(1, std::sync::atomic::Ordering::Release);
+        self.control.changes().note();
     }
 
     /// Tells everybody that the owner ends, and gives them a moment to take it up.

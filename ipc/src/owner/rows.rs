@@ -76,8 +76,8 @@ pub(super) fn prepare_slot(control: &Control, slot: u32, devices: usize, now_ms:
             hold.recycle(hold.word());
         }
     }
-    if let Some(high) = control.high_hold(slot) {
-        high.store(0, Ordering::Relaxed);
+    if let Some(marks) = control.marks(slot) {
+        marks.reset();
     }
     for word in control.timelines(slot).unwrap_or_default() {
         word.revive();

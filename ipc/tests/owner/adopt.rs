@@ -1,7 +1,5 @@
 //! Adoption as an owner sees it: only a hold that the asking client has can be adopted.
 
-use std::sync::atomic::Ordering;
-
 use millpond_ipc::control::Claim;
 use millpond_ipc::wire::{Answer, Reason, Request};
 
@@ -13,7 +11,7 @@ fn a_hold_that_is_not_the_askers_is_refused_by_name() {
     let (mut maker, mut taker) = (served.attach("maker"), served.attach("taker"));
     maker.grow(UNIT);
     let (from, to) = (maker.slot(), taker.slot());
-    maker.control.high_hold(from).unwrap().store(3, Ordering::Release);
+    maker.control.marks(from).unwrap().reach(2);
     let make = |place: u32, receiver: u32, window: u32, offset: u64| {
         let hold = maker.control.hold(from, place).unwrap();
         let claim = Claim { lease: 9, window, offset, bytes: 64 };

@@ -15,7 +15,7 @@ use crate::raw::*;
 
 /// Makes the client's first hold.
 fn make_hold<'a>(control: &'a Control, client: &Raw, receiver: u32) -> (&'a Hold, u32) {
-    control.high_hold(client.slot()).unwrap().store(1, Ordering::Release);
+    control.marks(client.slot()).unwrap().reach(0);
     let hold = control.hold(client.slot(), 0).unwrap();
     let claim = Claim { lease: 9, window: client.window(), offset: 0, bytes: UNIT };
     (hold, hold.make(client.slot() as u8, receiver as u8, claim).unwrap())
@@ -192,9 +192,9 @@ fn a_forwarded_hold_keeps_a_dead_producers_chunk_too() {
     let (window, generation) = (first.window.load(Ordering::Relaxed) as u32, first.word().generation());
     assert!(first.take(generation, forwarder.slot() as u8));
     // The forwarder's hold for the reader is in the upper half of the producer's table.
-    let marks = control.high_hold(slot).unwrap();
-    marks.fetch_or(3 << 32, Ordering::AcqRel);
-    let second = control.hold(slot, HOLDS_PER_CLIENT as u32 / 2 + 2).unwrap();
+    let place = HOLDS_PER_CLIENT as u32 / 2 + 2;
+    control.marks(slot).unwrap().reach(place);
+    let second = control.hold(slot, place).unwrap();
     let claim = Claim { lease: 1, window, offset: 0, bytes: UNIT };
     let forwarded = second.make(forwarder.slot() as u8, reader.slot() as u8, claim).unwrap();
     assert!(first.finish(generation, forwarder.slot() as u8, None));
@@ -215,8 +215,9 @@ fn a_hold_that_the_dead_was_making_is_ended() {
     let (mut puppet, slot) = Puppet::ready(&served, &maker, "forwarder", "");
     // It died between the first and the last word of a hold in the maker's table.
     let control = Arc::clone(&maker.control);
-    control.high_hold(maker.slot()).unwrap().store(1 << 32, Ordering::Release);
-    let hold = control.hold(maker.slot(), HOLDS_PER_CLIENT as u32 / 2).unwrap();
+    let place = HOLDS_PER_CLIENT as u32 / 2;
+    control.marks(maker.slot()).unwrap().reach(place);
+    let hold = control.hold(maker.slot(), place).unwrap();
     // SAFETY: a hold begins with its word, an atomic of 64 bits in shared memory that lives as long as `control`.
     let word = unsafe { &*std::ptr::from_ref(hold).cast::<std::sync::atomic::AtomicU64>() };
     word.store(HoldWord::new(1, HoldState::Making, slot as u8, 3).0, Ordering::Release);

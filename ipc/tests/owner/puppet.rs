@@ -106,7 +106,7 @@ fn puppet() {
             // A hold for this receiver on the first unit of the last growth.
             "hold" => {
                 let claim = Claim { lease: 1, window: raw.window(), offset: chunks[0].offset, bytes: UNIT };
-                raw.control.high_hold(raw.slot()).unwrap().store(1, std::sync::atomic::Ordering::Release);
+                raw.control.marks(raw.slot()).unwrap().reach(0);
                 raw.control.hold(raw.slot(), 0).unwrap().make(raw.slot() as u8, number as u8, claim).unwrap();
             }
             // All that the only other window has.
