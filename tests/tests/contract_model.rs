@@ -6,10 +6,14 @@
 //! sides run in threads of their own, since loom hardly interleaves its first one with others.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, dead_code, unreachable_pub, missing_docs)]
 
+#[path = "model/gate.rs"]
+mod gate;
 #[path = "model/holds.rs"]
 mod holds;
 #[path = "model/lock.rs"]
 mod lock;
+#[path = "model/nudge.rs"]
+mod nudge;
 #[path = "model/ring.rs"]
 mod ring;
 #[path = "model/rows.rs"]

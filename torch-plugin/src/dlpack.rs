@@ -170,9 +170,10 @@ static GET_POINTER: AtomicPtr<c_void> = AtomicPtr::new(null_mut());
 /// destructor.
 #[no_mangle]
 pub extern "C" fn millpond_dlpack_init(new: *mut c_void, is_valid: *mut c_void, get_pointer: *mut c_void) {
-    NEW.store(new, Ordering::Release);
     IS_VALID.store(is_valid, Ordering::Release);
     GET_POINTER.store(get_pointer, Ordering::Release);
+    // The last: who sees this can make a capsule, and the capsule's destructor needs the others.
+    NEW.store(new, Ordering::Release);
 }
 
 /// A capsule's destructor: deletes the tensor if nobody took it (its name is still "dltensor").

@@ -9,8 +9,14 @@
 //! for the GIL for ever, finds none (the package says so from `atexit`).
 #![allow(unsafe_code)] // in `python`: CPython's C API by name
 
+mod gate;
 mod python;
 mod table;
+
+/// Where [`gate`] takes its atomics from: a test that includes that file gives it a model checker's.
+mod atomic {
+    pub(super) use std::sync::atomic::{fence, AtomicU32, Ordering};
+}
 
 use std::cell::Cell;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -18,15 +24,14 @@ use std::time::{Duration, Instant};
 
 use millpond_allocator::record::{self, Origin};
 
+use gate::Gate;
 use python::Python;
 use table::MOST_FRAMES;
 
-/// Frames of one stack that are kept, the innermost first; 0: none are taken.
-static DEPTH: AtomicU32 = AtomicU32::new(0);
+/// Its number: frames of one stack that are kept, the innermost first. Inside: threads that take some.
+static GATE: Gate = Gate { number: AtomicU32::new(0), inside: AtomicU32::new(0) };
 /// Whether frees have frames too.
 static OF_FREES: AtomicU32 = AtomicU32::new(0);
-/// Threads that are in here.
-static INSIDE: AtomicU32 = AtomicU32::new(0);
 /// How long the end of frames waits for threads that take some.
 const LONGEST: Duration = Duration::from_secs(2);
 
@@ -40,24 +45,23 @@ pub(crate) fn start(depth: u32, of_frees: bool) -> bool {
     let found = Python::get().is_some();
     if found {
         OF_FREES.store(u32::from(of_frees), Ordering::Relaxed);
-        DEPTH.store(depth.min(MOST_FRAMES as u32), Ordering::SeqCst);
+        GATE.open(depth.min(MOST_FRAMES as u32));
     }
     found
 }
 
 /// No frames are taken any more, and no thread is about to. To be called without the GIL.
 pub(crate) fn stop() {
-    DEPTH.store(0, Ordering::SeqCst);
+    GATE.shut();
     let since = Instant::now();
-    while INSIDE.load(Ordering::SeqCst) > 0 && since.elapsed() < LONGEST {
+    while !GATE.is_empty() && since.elapsed() < LONGEST {
         std::thread::sleep(Duration::from_micros(100));
     }
 }
 
 /// In a forked child, where no other thread is in here.
 pub(crate) fn forked() {
-    DEPTH.store(0, Ordering::Relaxed);
-    INSIDE.store(0, Ordering::Relaxed);
+    GATE.reset();
 }
 
 /// What an allocation is recorded with. May take the GIL; no lock of ours is held.
@@ -75,15 +79,13 @@ pub(crate) fn of_free() -> Origin {
 /// This thread's stack by its number in the recording; `None` where there is none to be had.
 #[cold]
 fn take(may_take_gil: bool) -> Option<u32> {
-    if DEPTH.load(Ordering::Relaxed) == 0 || BUSY.replace(true) {
+    if !GATE.is_open() || BUSY.replace(true) {
         return None;
     }
-    INSIDE.fetch_add(1, Ordering::SeqCst);
-    // Again: whoever stops us after this waits for us.
-    let depth = DEPTH.load(Ordering::SeqCst) as usize;
-    let taken =
-        if depth > 0 { Python::get().and_then(|python| python.with_gil(may_take_gil, || table::stack(python, depth))) } else { None };
-    INSIDE.fetch_sub(1, Ordering::SeqCst);
+    let taken = GATE.enter().and_then(|inside| {
+        let python = Python::get()?;
+        python.with_gil(may_take_gil, || table::stack(python, inside.number as usize))
+    });
     BUSY.set(false);
     taken.flatten()
 }

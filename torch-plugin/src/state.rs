@@ -76,8 +76,10 @@ pub fn attach(options: &Options) -> Result<Arc<Client>> {
 /// [`ApiError::NotAttached`].
 pub fn detach() -> Result<()> {
     let _attaching = ATTACHING.lock();
-    let client = CLIENT.write().take().ok_or(ApiError::NotAttached)?;
+    let mut attached = CLIENT.write();
+    let client = attached.take().ok_or(ApiError::NotAttached)?;
     HEAPS.iter().for_each(|heap| heap.store(null_mut(), Ordering::Release));
+    drop(attached);
     client.detach();
     Ok(())
 }
@@ -140,7 +142,9 @@ fn open(ordinal: i32, slot: Option<&AtomicPtr<Heap>>) -> Result<&'static Heap> {
     let heap = client.heap(place)?;
     // Leaked on purpose, once a device and process: malloc and free hold no count.
     let heap = Arc::into_raw(heap).cast_mut();
-    if let Some(slot) = slot {
+    // Not where the process has detached meanwhile: the next client's heap would never be found behind this one.
+    let attached = CLIENT.read();
+    if let Some(slot) = slot.filter(|_| attached.as_ref().is_some_and(|attached| Arc::ptr_eq(attached, &client))) {
         slot.store(heap, Ordering::Release);
     }
     // SAFETY: just leaked.

@@ -9,6 +9,7 @@ mod fault;
 mod import;
 mod lease;
 mod link;
+mod nudge;
 mod options;
 mod pinned;
 mod place;
@@ -19,6 +20,11 @@ mod send;
 mod tend;
 mod ticket;
 mod wake;
+
+/// Where [`nudge`] takes its atomics from: a test that includes that file gives it a model checker's.
+mod atomic {
+    pub(super) use std::sync::atomic::{AtomicBool, Ordering};
+}
 
 pub use channel::Channel;
 pub use error::Error;
@@ -53,6 +59,7 @@ use device::{Device, Platforms, Shared, CALL_TIMEOUT};
 use import::Imports;
 use lease::Leases;
 use link::{Link, Notice};
+use nudge::Nudge;
 use pinned::Departures;
 use wake::Wake;
 
@@ -96,7 +103,7 @@ pub struct Client {
     host_waits: bool,
     /// What has been done so far.
     pub counters: Counters,
-    nudged: AtomicBool,
+    nudged: Nudge,
     threads: Mutex<Vec<JoinHandle<()>>>,
     /// The process that attached; in a forked child nothing works.
     pid: u32,
@@ -150,7 +157,7 @@ impl Client {
             departures: Departures::default(),
             host_waits: options.host_waits,
             counters: Counters::default(),
-            nudged: AtomicBool::new(false),
+            nudged: Nudge(AtomicBool::new(false)),
             threads: Mutex::default(),
             pid: std::process::id(),
             origin: Origin::here(),
@@ -180,6 +187,8 @@ impl Client {
         }
         let _ = self.shared.link.call(Request::Detach, Duration::from_secs(2));
         self.shared.left.store(true, Ordering::Release);
+        // Until the connection ends the slot is ours. A malloc that was writing our row there is over when its heap's lock has been had.
+        self.devices.iter().filter_map(Device::if_open).for_each(|opened| opened.heap.set_leased_in(0));
         *self.wake.lock() = None;
         self.shared.events.close();
         self.shared.link.notice(Notice::Stop);

@@ -73,7 +73,7 @@ impl Client {
     /// Something was let go of: the tender looks soon. Never blocks, and costs nothing while the tender looks often anyway: to wake
     /// a thread takes longer than all else of a release.
     pub(super) fn nudge(&self) {
-        if !self.nudged.swap(true, Ordering::AcqRel) {
+        if self.nudged.is_news() {
             self.shared.link.notice(Notice::Soon);
         }
     }
@@ -85,13 +85,10 @@ impl Client {
         self.shared.leases.reap();
         self.tick_devices();
         let alone = self.attend_wake();
-        // Whoever lets go from here on nudges. What was let go of before, by somebody who found this set, is seen below: a swap, so that
-        // it is.
-        self.nudged.swap(false, Ordering::AcqRel);
+        self.nudged.look();
         match (self.imports.any_parting(), self.shared.leases.len()) {
             (true, _) => {
-                // The next look is a soon one without being asked for.
-                self.nudged.store(true, Ordering::Release);
+                self.nudged.looks_soon();
                 PARTING
             }
             (false, 0) if !alone && !self.owes() => IDLE,

@@ -2,7 +2,7 @@
 //
 // Prototypes and structs are written out from cuda.h, so that a wrong argument order or layout on the Rust side shows here.
 // Settings: INIT (cuInit's answer), VERSION, RDMA, VMM, WORDS2, WORDS1, COMPUTE_MODE, MPS, OLD (leave CUDA 12 functions out),
-// SHARING (pools, IPC, dma-buf: kinds of handle that pools have), FIRST_WORDS (leave the _v2 stream memory operations out), DEVICES, PEER.
+// SHARING (pools, IPC, dma-buf: kinds of handle that pools have), MEETS (sees whether two threads are in such calls at once), FIRST_WORDS (leave the _v2 stream memory operations out), DEVICES, PEER.
 #include <fcntl.h>
 #include <stddef.h>
 #include <string.h>
@@ -188,6 +188,20 @@ typedef struct { int allocType, handleTypes; CUmemLocation location; void *win32
 typedef struct pool *CUmemoryPool;
 #define POOL ((CUmemoryPool)0xb001)
 static int exported; // The pool's handle goes first, else every pointer is refused.
+// With -DMEETS: two threads in these calls at once, and a pool's pointer that is mapped twice, are counted; a call takes a moment.
+static int inside, mapped;
+struct meetings { int calls, met, twice; } meetings;
+struct meetings *stub_meetings(void) { return &meetings; }
+#ifdef MEETS
+static void meet(void) {
+    meetings.calls++;
+    if (__atomic_add_fetch(&inside, 1, __ATOMIC_SEQ_CST) > 1) __atomic_add_fetch(&meetings.met, 1, __ATOMIC_SEQ_CST);
+    usleep(50);
+    __atomic_sub_fetch(&inside, 1, __ATOMIC_SEQ_CST);
+}
+#else
+static void meet(void) {}
+#endif
 CUresult cuPointerGetAttribute(void *out, int a, u64 p) {
     NEEDS_CONTEXT; if (p < 0x1000) return INVALID_VALUE;
     switch (a) {
@@ -197,12 +211,12 @@ CUresult cuPointerGetAttribute(void *out, int a, u64 p) {
     default: return INVALID_VALUE;
     }
 }
-CUresult cuIpcGetMemHandle(CUipcMemHandle *h, u64 p) { NEEDS_CONTEXT; UNSAFE; if (p != 0x8000) return INVALID_VALUE; memset(h, 0x8f, 64); return 0; }
+CUresult cuIpcGetMemHandle(CUipcMemHandle *h, u64 p) { meet(); NEEDS_CONTEXT; UNSAFE; if (p != 0x8000) return INVALID_VALUE; memset(h, 0x8f, 64); return 0; }
 CUresult cuIpcOpenMemHandle_v2(u64 *p, CUipcMemHandle h, unsigned flags) {
-    NEEDS_CONTEXT; UNSAFE; for (int i = 0; i < 64; i++) if ((unsigned char)h.reserved[i] != 0x8f) return INVALID_VALUE;
+    meet(); NEEDS_CONTEXT; UNSAFE; for (int i = 0; i < 64; i++) if ((unsigned char)h.reserved[i] != 0x8f) return INVALID_VALUE;
     *p = 0xa000; return flags == 1 ? 0 : INVALID_VALUE;
 }
-CUresult cuIpcCloseMemHandle(u64 p) { NEEDS_CONTEXT; UNSAFE; return p == 0xa000 ? 0 : INVALID_VALUE; }
+CUresult cuIpcCloseMemHandle(u64 p) { meet(); NEEDS_CONTEXT; UNSAFE; return p == 0xa000 ? 0 : INVALID_VALUE; }
 CUresult cuMemPoolCreate(CUmemoryPool *pool, const CUmemPoolProps *p) {
     CALL; UNSAFE; *pool = POOL; if (sizeof *p != 88 || p->allocType != 1 || p->handleTypes != 1 || p->location.type != 1 || p->win32 || p->maxSize) return INVALID_VALUE;
     for (int i = 0; i < 54; i++) if (p->reserved[i] || p->usage) return INVALID_VALUE;
@@ -215,14 +229,14 @@ CUresult cuMemPoolSetAttribute(CUmemoryPool p, int a, void *v) {
 CUresult cuMemPoolGetAttribute(CUmemoryPool p, int a, void *v) { CALL; if (p != POOL || a < 5 || a > 8) return INVALID_VALUE; *(u64 *)v = a * 10; return 0; }
 CUresult cuMemPoolSetAccess(CUmemoryPool p, const CUmemAccessDesc *d, size_t n) { CALL; counts.grants = (int)n; counts.last_id = d->location.id; return p == POOL && d->flags == 3 ? 0 : INVALID_VALUE; }
 CUresult cuMemPoolExportToShareableHandle(void *out, CUmemoryPool p, int kind, u64 flags) {
-    CALL; UNSAFE; if (p != POOL || kind != 1 || flags) return INVALID_VALUE; exported = 1; *(int *)out = open("/dev/null", O_RDWR); return 0;
+    meet(); CALL; UNSAFE; if (p != POOL || kind != 1 || flags) return INVALID_VALUE; exported = 1; *(int *)out = open("/dev/null", O_RDWR); return 0;
 }
 CUresult cuMemPoolImportFromShareableHandle(CUmemoryPool *p, void *os, int kind, u64 flags) {
-    NEEDS_CONTEXT; counts.import_fd = (int)(size_t)os; *p = POOL; return kind == 1 && !flags ? 0 : INVALID_VALUE;
+    meet(); NEEDS_CONTEXT; counts.import_fd = (int)(size_t)os; *p = POOL; return kind == 1 && !flags ? 0 : INVALID_VALUE;
 }
-CUresult cuMemPoolExportPointer(void *data, u64 p) { NEEDS_CONTEXT; if (p != 0x9000 || !exported) return INVALID_VALUE; memset(data, 0x9f, 64); return 0; }
-CUresult cuMemPoolImportPointer(u64 *p, CUmemoryPool pool, void *data) { NEEDS_CONTEXT; *p = 0xc000; return pool == POOL && *(unsigned char *)data == 0x9f ? 0 : INVALID_VALUE; }
-CUresult cuMemFreeAsync(u64 p, CUstream s) { NEEDS_CONTEXT; return p == 0xc000 && s == (CUstream)0x51 ? 0 : INVALID_VALUE; }
+CUresult cuMemPoolExportPointer(void *data, u64 p) { meet(); NEEDS_CONTEXT; if (p != 0x9000 || !exported) return INVALID_VALUE; memset(data, 0x9f, 64); return 0; }
+CUresult cuMemPoolImportPointer(u64 *p, CUmemoryPool pool, void *data) { meet(); NEEDS_CONTEXT; *p = 0xc000; meetings.twice += mapped++ > 0; return pool == POOL && *(unsigned char *)data == 0x9f ? 0 : INVALID_VALUE; }
+CUresult cuMemFreeAsync(u64 p, CUstream s) { meet(); NEEDS_CONTEXT; mapped--; return p == 0xc000 && s == (CUstream)0x51 ? 0 : INVALID_VALUE; }
 CUresult cuMemGetHandleForAddressRange(void *out, u64 p, size_t n, int kind, u64 flags) {
     NEEDS_CONTEXT; UNSAFE; if (!p || !n || kind != 1 || flags) return INVALID_VALUE; *(int *)out = open("/dev/null", O_RDWR); return 0;
 }
