@@ -226,6 +226,12 @@ impl Timelines {
         inner.waits.is_empty().then(act)
     }
 
+    /// Whether all that was signalled on this device's streams is reached: nothing is queued any more that came before a signal.
+    #[must_use]
+    pub fn is_settled(&self) -> bool {
+        self.inner.lock().assigned.iter().all(|(timeline, value)| !self.is_unmet(Signal { timeline: *timeline, value: *value }))
+    }
+
     /// The timelines that streams of this device write: what will never be written any more when its context is dead.
     #[must_use]
     pub fn written(&self) -> Vec<u32> {

@@ -374,3 +374,26 @@ fn detaching_lets_go_of_what_is_not_in_use() {
     b.ok("detach");
     eventually("b is gone, though its process is not", || arena.row("b").is_none());
 }
+
+#[test]
+fn detaching_unmaps_nothing_under_queued_work() {
+    let arena = Arena::new();
+    let (mut a, mut b) = (arena.worker("a"), arena.worker("b"));
+    let (ab, ba) = link(&mut a, &mut b);
+    let n = a.number(&format!("alloc {MIB}"));
+    a.ok(&format!("fill {n} 4"));
+    a.ok(&format!("send {ab} {n}"));
+    let i = b.number(&format!("recv {ba} 1"));
+    b.ok("stall 1");
+    b.ok(&format!("touch {i} 2 1"));
+    b.ok(&format!("release {i}"));
+    // The message's signal is DONE for what was let go of, and stands behind the stall.
+    let m = b.number("alloc 512");
+    b.ok(&format!("send {ba} {m} 1"));
+    b.ok("detach");
+    assert_eq!(a.number("leases"), 1);
+    b.ok("go 1");
+    b.ok("sync 1");
+    eventually("the write is over", || a.number("leases") == 0);
+    a.ok(&format!("checkblock {n} 2"));
+}

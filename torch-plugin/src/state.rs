@@ -20,6 +20,7 @@ static CLIENT: RwLock<Option<Arc<Client>>> = RwLock::new(None);
 static ATTACHING: Mutex<()> = Mutex::new(());
 /// Heaps by GPU ordinal, behind the host's (-1). What is put here is never freed: frees may come after everything else has ended.
 static HEAPS: [AtomicPtr<Heap>; FAST + 1] = [const { AtomicPtr::new(null_mut()) }; FAST + 1];
+/// Set in a forked child before it has a second thread.
 static FORKED: AtomicBool = AtomicBool::new(false);
 /// Frees of addresses that were no live block.
 pub static FOREIGN_FREES: AtomicU64 = AtomicU64::new(0);

@@ -105,11 +105,12 @@ pub struct Heap {
     config: HeapConfig,
     /// The process's own limit on what it reserves.
     limit: AtomicU64,
-    /// Captures under way that torch has told us of: only then does malloc look for one that has ended without a word.
+    /// Captures under way that torch has told us of: only then does malloc look for one that has ended without a word. A hint: the
+    /// number itself is under the lock.
     captures: AtomicUsize,
     /// One growth at a time; nothing that gives memory back takes it.
     growing: Mutex<()>,
-    /// The one that grows waits for other processes to give way.
+    /// The one that grows waits for other processes to give way. A hint, looked at again and again.
     pressing: AtomicBool,
     inner: Lock<Inner>,
 }

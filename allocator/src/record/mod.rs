@@ -37,7 +37,8 @@ pub const MOST_EVENTS: u64 = 1 << 26;
 /// Bytes of text.
 const TEXT: usize = 4 << 20;
 
-/// Which recording is on; 0: none. The only thing that is looked at where recording is off.
+/// Which recording is on; 0: none. The only thing that is looked at where recording is off. Nothing is read by it: the ring is under
+/// the lock.
 static ON: AtomicU32 = AtomicU32::new(0);
 static CURRENT: Mutex<Current> = Mutex::new(Current { ring: None, path: None, number: 0 });
 

@@ -115,6 +115,7 @@ pub(super) struct Imports {
     /// Held for a moment only, never over a call of the driver: letting go must not wait for a stream.
     parting: Mutex<Vec<Parting>>,
     batches: Mutex<Vec<Batch>>,
+    /// How many are parting: a hint without the lock. What puts it in order is the lock, and for the tender [`Nudge`](super::nudge).
     waiting: AtomicUsize,
     next: AtomicU64,
 }

@@ -176,14 +176,18 @@ impl Client {
         self.departures.finish(&self.shared.pins);
         // What was let go of is done soon, where its streams are.
         let until = Instant::now() + PARTING;
-        while self.imports.any_parting() && Instant::now() < until {
+        let settled = || self.devices.iter().filter_map(Device::if_open).all(|opened| opened.timelines.is_settled());
+        while (self.imports.any_parting() || !settled()) && Instant::now() < until {
             self.tick_devices();
             std::thread::sleep(Duration::from_millis(1));
         }
         self.shared.leases.reap();
         for opened in self.devices.iter().filter_map(Device::if_open) {
             opened.heap.trim(u64::MAX);
-            opened.drop_unused(|window, chunk| self.imports.uses(window, chunk, None));
+            // What was let go of may be used by work that stands behind a signal. What stays mapped is given back with the process.
+            if opened.timelines.is_settled() {
+                opened.drop_unused(|window, chunk| self.imports.uses(window, chunk, None));
+            }
         }
         let _ = self.shared.link.call(Request::Detach, Duration::from_secs(2));
         self.shared.left.store(true, Ordering::Release);
@@ -288,7 +292,7 @@ impl Client {
     }
 
     fn count_on(&self, device: u32, count: Count, n: u64) {
-        // After leaving, the slot may be another's.
+        // After leaving, the slot may be another's: one count that is being added just then is one too many there, and no more.
         if let Some(tally) = self.shared.control.tally(self.shared.me, device).filter(|_| !self.shared.left.load(Ordering::Relaxed)) {
             tally.add(count, n);
         }

@@ -48,6 +48,7 @@ pub(super) struct Sink {
 impl LiveSink for Sink {
     #[inline]
     fn publish(&self, live: &Live) {
+        // Under the heap's lock, which whoever leaves takes once it has set this.
         if let Some(row) = self.control.live(self.me, self.device).filter(|_| !self.left.load(Ordering::Relaxed)) {
             row.write(&LiveRow {
                 allocated: live.allocated + if fault::is(Fault::LedgerSkew) { 512 } else { 0 },
