@@ -14,8 +14,8 @@ mod holds;
 mod lock;
 #[path = "model/nudge.rs"]
 mod nudge;
-#[path = "model/ring.rs"]
-mod ring;
+#[path = "model/recording.rs"]
+mod recording;
 #[path = "model/rows.rs"]
 mod rows;
 #[path = "model/tally.rs"]

@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd, RawFd};
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{fence, AtomicBool, AtomicU64, Ordering};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -222,9 +222,18 @@ impl Channel {
         }
         self.broken.store(true, Ordering::Release);
         let _ = shutdown(&self.socket, Shutdown::Both);
-        // Whoever reads now comes back from the end of the file, and ends it.
-        if let Some(mut reader) = self.reader.try_lock() {
-            self.end(&mut reader);
+        self.end_unread();
+    }
+
+    /// Once broken: ends what is unread, unless somebody reads, who comes back soon and does the same.
+    fn end_unread(&self) {
+        // Who closes says so and then tries the lock; who has read lets go of the lock and then looks whether it was said. One of the
+        // two finds the other's.
+        fence(Ordering::SeqCst);
+        if self.broken.load(Ordering::Acquire) {
+            if let Some(mut reader) = self.reader.try_lock() {
+                self.end(&mut reader);
+            }
         }
     }
 
@@ -280,6 +289,12 @@ impl Channel {
 
     /// The next frame. After [`Error::Closed`], [`Error::PeerDied`] (it was killed by policy) or [`Error::Protocol`] there will be none.
     pub(super) fn receive(&self, timeout: Option<Duration>) -> Result<Frame, Error> {
+        let received = self.receive_alone(timeout);
+        self.end_unread();
+        received
+    }
+
+    fn receive_alone(&self, timeout: Option<Duration>) -> Result<Frame, Error> {
         let mut reader = match timeout {
             None => self.reader.lock(),
             Some(timeout) => {
@@ -325,61 +340,5 @@ impl Drop for Channel {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::control::Claim;
-
-    const ME: u32 = 1;
-
-    fn office() -> (Arc<Control>, Office) {
-        let control = Arc::new(Control::create([1, 2], 3).unwrap());
-        (control.clone(), Office::new(control, ME))
-    }
-
-    fn peer(client: u32, serial: u64) -> Peer {
-        Peer { client, serial, name: String::new(), pid: 0 }
-    }
-
-    /// A client has a slot, and a value of it is on its way here.
-    fn sends(control: &Control, sender: &Peer) {
-        control.client(sender.client).unwrap().write(&ClientRow { serial: sender.serial, ..ClientRow::default() });
-        control.marks(sender.client).unwrap().reach(0);
-        let claim = Claim { lease: 1, window: 2, offset: 0, bytes: 8 };
-        control.hold(sender.client, 0).unwrap().make(sender.client as u8, ME as u8, claim).unwrap();
-    }
-
-    fn state(control: &Control, sender: &Peer) -> HoldState {
-        control.hold(sender.client, 0).unwrap().word().state()
-    }
-
-    #[test]
-    fn what_a_dead_sender_had_not_sent_ends() {
-        let (control, office) = office();
-        let dead = peer(4, 10);
-        sends(&control, &dead);
-        office.died(&dead);
-        assert_eq!(state(&control, &dead), HoldState::Done);
-    }
-
-    #[test]
-    fn what_came_over_a_channel_that_is_still_to_be_read_stays() {
-        let (control, office) = office();
-        let dead = peer(4, 10);
-        sends(&control, &dead);
-        // The owner's answer was read; whoever asked has not come to it yet.
-        office.opened(&dead);
-        office.died(&dead);
-        assert_eq!(state(&control, &dead), HoldState::InFlight);
-        office.ended(&dead, Vec::new(), true);
-        assert_eq!(state(&control, &dead), HoldState::Done);
-    }
-
-    #[test]
-    fn what_the_next_in_a_dead_ones_slot_has_sent_stays() {
-        let (control, office) = office();
-        let (dead, next) = (peer(4, 10), peer(4, 11));
-        sends(&control, &next);
-        office.died(&dead);
-        assert_eq!(state(&control, &next), HoldState::InFlight);
-    }
-}
+#[path = "channel_tests.rs"]
+mod tests;

@@ -54,12 +54,7 @@ mod event;
 #[path = "../../../allocator/src/record/read.rs"]
 mod read;
 #[path = "../../../allocator/src/record/ring.rs"]
-mod real;
-
-/// Under the name that the reader has for it.
-mod ring {
-    pub(super) use super::real::*;
-}
+mod ring;
 
 /// Memory that a reader can copy while it is written.
 mod map {
@@ -70,7 +65,7 @@ mod map {
 
     use super::atomic::{AtomicU64, AtomicU8, Ordering};
     use super::event::WORDS;
-    use super::real::{word, HEAD};
+    use super::ring::{word, HEAD};
     use super::TEXT_BYTES;
 
     thread_local! {
@@ -144,7 +139,7 @@ use loom::sync::Arc;
 use loom::thread;
 use map::Map;
 use read::Recording;
-use real::Ring;
+use ring::Ring;
 
 use crate::check;
 
@@ -153,7 +148,7 @@ fn event(number: u64) -> Event {
 }
 
 /// A ring, and the memory that it lies in.
-fn ring(events: u64, text: usize) -> (Ring, Map) {
+fn made(events: u64, text: usize) -> (Ring, Map) {
     let ring = Ring::new(events, text, None, 1).unwrap();
     (ring, Map::last())
 }
@@ -165,7 +160,7 @@ fn read(map: &Map, backwards: bool) -> Recording {
 /// One place, written over while it is read.
 fn never_torn(backwards: bool) {
     check(2, move || {
-        let (mut ring, map) = ring(1, 0);
+        let (mut ring, map) = made(1, 0);
         let writer = thread::spawn(move || (1..=2).for_each(|number| ring.push(&event(number))));
         let reader = thread::spawn(move || {
             let seen = read(&map, backwards);
@@ -192,7 +187,7 @@ fn an_event_is_never_torn_in_whatever_order_it_is_copied() {
 #[test]
 fn an_event_that_was_told_of_is_read() {
     check(2, || {
-        let (mut ring, map) = ring(2, 0);
+        let (mut ring, map) = made(2, 0);
         let told = Arc::new(AtomicBool::new(false));
         let writer = {
             let told = told.clone();
@@ -216,7 +211,7 @@ fn an_event_that_was_told_of_is_read() {
 #[test]
 fn text_is_read_as_far_as_it_is_whole() {
     check(2, || {
-        let (mut ring, map) = ring(1, TEXT_BYTES);
+        let (mut ring, map) = made(1, TEXT_BYTES);
         let writer = thread::spawn(move || {
             ring.note("a");
             ring.note("b");

@@ -1,0 +1,90 @@
+//! The end of a channel: what is unread then, and whose it was.
+
+use rustix::net::{socketpair, AddressFamily, SocketFlags, SocketType};
+use serde_json::json;
+
+use super::*;
+use crate::control::Claim;
+
+const ME: u32 = 1;
+
+fn office() -> (Arc<Control>, Office) {
+    let control = Arc::new(Control::create([1, 2], 3).unwrap());
+    (control.clone(), Office::new(control, ME))
+}
+
+fn peer(client: u32, serial: u64) -> Peer {
+    Peer { client, serial, name: String::new(), pid: 0 }
+}
+
+/// A client has a slot, and a value of it is on its way here.
+fn sends(control: &Control, sender: &Peer) {
+    control.client(sender.client).unwrap().write(&ClientRow { serial: sender.serial, ..ClientRow::default() });
+    control.marks(sender.client).unwrap().reach(0);
+    let claim = Claim { lease: 1, window: 2, offset: 0, bytes: 8 };
+    control.hold(sender.client, 0).unwrap().make(sender.client as u8, ME as u8, claim).unwrap();
+}
+
+fn state(control: &Control, sender: &Peer) -> HoldState {
+    control.hold(sender.client, 0).unwrap().word().state()
+}
+
+/// Another thread has just received a frame when the channel is closed, and receives no more: what came behind it ends all the same.
+#[test]
+fn what_is_unread_ends_whoever_reads_when_the_channel_is_closed() {
+    for _ in 0..100 {
+        let (control, office) = office();
+        let living = peer(4, 10);
+        sends(&control, &living);
+        office.opened(&living);
+        let flags = SocketFlags::CLOEXEC;
+        let (here, there) = socketpair(AddressFamily::UNIX, SocketType::STREAM, flags, None).unwrap();
+        let channel = Channel::new(here, living.clone(), Arc::new(office));
+        let hold = control.hold(living.client, 0).unwrap();
+        let last = json!({"kind": "message", "tree": 0, "tensors": [{"w": 2, "o": 0, "n": 8, "h": [4, 0, hold.word().generation()]}]});
+        // Long to be read, so that the two meet.
+        let first = json!({"kind": "message", "tree": vec![0; 20_000]});
+        for frame in [first, last] {
+            send_frame(there.as_fd(), frame.to_string().as_bytes(), &[], None).unwrap();
+        }
+        std::thread::scope(|scope| {
+            let receiver = scope.spawn(|| channel.receive(None));
+            while channel.reader.try_lock().is_some() && !receiver.is_finished() {
+                std::hint::spin_loop();
+            }
+            channel.close();
+        });
+        assert_eq!(state(&control, &living), HoldState::Done);
+    }
+}
+
+#[test]
+fn what_a_dead_sender_had_not_sent_ends() {
+    let (control, office) = office();
+    let dead = peer(4, 10);
+    sends(&control, &dead);
+    office.died(&dead);
+    assert_eq!(state(&control, &dead), HoldState::Done);
+}
+
+#[test]
+fn what_came_over_a_channel_that_is_still_to_be_read_stays() {
+    let (control, office) = office();
+    let dead = peer(4, 10);
+    sends(&control, &dead);
+    // The owner's answer was read; whoever asked has not come to it yet.
+    office.opened(&dead);
+    office.died(&dead);
+    assert_eq!(state(&control, &dead), HoldState::InFlight);
+    office.ended(&dead, Vec::new(), true);
+    assert_eq!(state(&control, &dead), HoldState::Done);
+}
+
+#[test]
+fn what_the_next_in_a_dead_ones_slot_has_sent_stays() {
+    let (control, office) = office();
+    let (dead, next) = (peer(4, 10), peer(4, 11));
+    sends(&control, &next);
+    office.died(&dead);
+    assert_eq!(state(&control, &next), HoldState::InFlight);
+}
