@@ -1,4 +1,5 @@
 """Hand-off between two processes: every type, views, sizes, order, who frees what, and what it costs."""
+import os
 import subprocess
 import sys
 import time
@@ -480,6 +481,42 @@ def side_stream_user(conn):
     conn.send("dropped")
     side.synchronize()
     conn.send({"sum": int(total)})
+
+
+@worker
+def leaver(conn):
+    """Detaches while a kernel that writes to what it let go of runs still."""
+    import millpond
+    import torch
+
+    t = conn.recv(timeout=60)
+    torch.cuda._sleep(1000)
+    t[:1].fill_(1)
+    torch.cuda.synchronize()
+    for _ in range(5):
+        torch.cuda._sleep(LONG)
+    t.fill_(9)
+    del t
+    conn.send(torch.zeros(4, device="cuda"))  # its signal is DONE for what was let go of
+    busy = not torch.cuda.current_stream().query()
+    millpond.detach()
+    torch.cuda.synchronize()  # 700, if anything was unmapped under the kernel
+    os._exit(0 if busy else 3)
+
+
+@test()
+def leaving_under_queued_work():
+    """A worker detaches while its kernel writes to a received tensor: nothing is unmapped under it, and its DONE is waited for."""
+    p = Parent()
+    torch = p.torch
+    t = torch.zeros(64 * MIB, dtype=torch.uint8, device="cuda")
+    conn = p.worker(leaver)
+    conn.send(t)
+    p.millpond.wait_done(t, timeout=30)
+    equal(int((t != 9).sum()), 0, "bytes that the worker had not written when its DONE was reached")
+    until(lambda: conn.process.poll() is not None, 30, "the worker did not end")
+    equal(conn.process.returncode, 0, "the worker's exit code: 3 if its kernels were over too soon")
+    p.close()
 
 
 @test()
