@@ -13,8 +13,8 @@ pub struct Recorded {
     pub device: i16,
     /// Its allocations and frees. A free of a block that was there before the recording is left out.
     pub events: Vec<Event>,
-    /// Of each event: the thread, and the seconds since 1970.
-    pub when: Vec<(u32, f64)>,
+    /// Of each event: the seconds since 1970.
+    pub when: Vec<f64>,
 }
 
 /// The traces in a recording, one for each device.
@@ -32,9 +32,10 @@ pub fn recorded(recording: &Recording) -> Vec<Recorded> {
         let made = || Recorded { device: event.device, events: Vec::new(), when: Vec::new() };
         let of = devices.entry(event.device).or_insert_with(made);
         let nanoseconds = recording.began_wall.wrapping_add(event.time.wrapping_sub(recording.began));
-        of.when.push((event.thread, nanoseconds as f64 / 1e9));
+        of.when.push(nanoseconds as f64 / 1e9);
         let line = of.events.len() as u64 + 2;
-        of.events.push(Event { line, action, pointer: event.addr, bytes: event.bytes, stream: event.stream });
+        let thread = u64::from(event.thread);
+        of.events.push(Event { line, thread, action, pointer: event.addr, bytes: event.bytes, stream: event.stream });
     }
     devices.into_values().collect()
 }
@@ -46,8 +47,8 @@ impl Recorded {
     /// What the writer says.
     pub fn write<W: Write + Send>(&self, out: W) -> Result<W> {
         let recorder = Recorder::new(out)?;
-        for (event, (thread, seconds)) in self.events.iter().zip(&self.when) {
-            recorder.write(u64::from(*thread), *seconds, event)?;
+        for (event, seconds) in self.events.iter().zip(&self.when) {
+            recorder.write(*seconds, event)?;
         }
         recorder.finish()
     }
