@@ -18,6 +18,9 @@ const WINDOW: u64 = (2 << 40) - (4 << 20);
 /// The handle that means another stream on each thread.
 const PER_THREAD: u64 = 2;
 
+/// Looks after which an event is over where streams stay behind: more than a malloc takes before it tries another way.
+pub(super) const LOOKS: u32 = 100;
+
 /// The heap is ticked after so many events where it is, as by a client's own thread.
 const TICK: u64 = 64;
 
@@ -26,16 +29,20 @@ const TICK: u64 = 64;
 pub(super) enum Pass {
     /// Each call is timed, nothing is checked. Streams have nothing to do.
     Timed,
-    /// Checked. What a stream was given to do is over as soon as the heap asks.
-    Prompt,
-    /// Checked. Work is over only after the heap has asked this often, and no more than so many bytes may be reserved, so that
-    /// streams have to wait for each other; unless that does not do.
-    Behind {
-        /// Looks at an event that are answered with no.
+    /// Checked. What a stream was given to do is over when the heap asks.
+    Ample,
+    /// Checked. Not a byte more may be reserved until nothing else is left to do, so that streams take each other's.
+    Short {
+        /// Looks of the heap's at an event that are answered with no: 0, so that it sees what is over, or [`LOOKS`], so that streams
+        /// have to wait for each other.
         looks: u32,
-        /// Bytes.
-        limit: u64,
     },
+}
+
+impl Pass {
+    fn is_short(self) -> bool {
+        matches!(self, Self::Short { .. })
+    }
 }
 
 /// A live block of the trace.
@@ -72,19 +79,19 @@ impl Run {
         driver.attach_context()?;
         let looks = match pass {
             Pass::Timed => None,
-            Pass::Prompt => Some(0),
-            Pass::Behind { looks, .. } => Some(looks),
+            Pass::Ample => Some(0),
+            Pass::Short { looks } => Some(looks),
         };
-        let watched = looks.map(|looks| Arc::new(Watched::new(driver.clone(), looks)));
+        let watched = looks.map(|looks| Arc::new(Watched::new(driver.clone(), Some(looks))));
         let driver = between(watched.clone().map_or(driver, |watched| watched));
         let source = Arc::new(LocalSource::new(driver.clone(), WINDOW, config.chunk_bytes));
-        if let Pass::Behind { limit, .. } = pass {
-            source.set_limit(limit);
-        }
-        // How far work has come is counted in looks, not in time.
-        let drain = if watched.is_some() { Duration::from_secs(60) } else { config.drain };
         let window = Window::reserve(driver.clone(), WINDOW, Access::ReadWrite)?;
+        // How far work has come is counted in looks there, not in time.
+        let drain = if pass.is_short() { Duration::ZERO } else { config.drain };
         let heap = Heap::new(driver.clone(), window, source.clone(), None, None, HeapConfig { drain, ..config });
+        if pass.is_short() {
+            source.set_limit(0);
+        }
         Ok(Self {
             pass,
             driver,
@@ -110,7 +117,7 @@ impl Run {
                 Ok(())
             }
         };
-        if matches!(self.pass, Pass::Behind { .. }) && self.report.events.is_multiple_of(TICK) {
+        if self.pass.is_short() && self.report.events.is_multiple_of(TICK) {
             self.heap.tick();
         }
         let found = self.watched.as_ref().map(|watched| watched.order().take_faults()).unwrap_or_default();
@@ -148,10 +155,10 @@ impl Run {
         } else {
             self.times.push((event.line, took));
         }
-        if let (Err(HeapError::OutOfMemory(_)), Pass::Behind { .. }) = (&result, self.pass) {
-            self.source.set_limit(u64::MAX);
+        if self.pass.is_short() && matches!(result, Err(HeapError::OutOfMemory(_))) {
+            let unit = self.driver.device().granularity;
+            self.source.set_limit(self.source.counts().reserved.saturating_add(event.bytes.next_multiple_of(unit)));
             result = self.heap.allocate(event.bytes, stream);
-            self.source.set_limit(self.source.counts().reserved);
         }
         let addr = match result {
             Ok(addr) => addr,

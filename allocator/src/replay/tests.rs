@@ -85,7 +85,7 @@ fn threads_and_their_own_streams_are_replayed() {
 #[test]
 fn a_heap_that_hands_out_a_live_block_is_found_out() {
     let events = trace("0,0,allocate,0x1000,512,0x10 0,0,allocate,0x2000,512,0x10");
-    let mut run = Run::new(SMALL, Pass::Prompt, |driver| driver).unwrap();
+    let mut run = Run::new(SMALL, Pass::Ample, |driver| driver).unwrap();
     run.step(&events[0]).unwrap();
     run.forget_blocks();
     run.step(&events[1]).unwrap();

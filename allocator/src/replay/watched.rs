@@ -97,19 +97,19 @@ macro_rules! pass_on {
 #[cfg(test)]
 pub(super) use pass_on;
 
-/// A driver whose streams, events and mappings an [`Order`] hears of. Where its streams have nothing to do, they still stay
-/// behind: an event is said to be over only after so many looks at it.
+/// A driver whose streams, events and mappings an [`Order`] hears of.
 #[derive(Debug)]
 pub struct Watched {
     driver: Arc<dyn Driver>,
-    looks: u32,
+    looks: Option<u32>,
     order: Mutex<Order>,
 }
 
 impl Watched {
-    /// Watches a driver; an event is over at the earliest after so many looks that said no.
+    /// Watches a driver. Where its streams have nothing to do, they can still stay behind: an event is over after so many `looks` at
+    /// it that said no. `None`: it is over when the driver says so.
     #[must_use]
-    pub fn new(driver: Arc<dyn Driver>, looks: u32) -> Self {
+    pub fn new(driver: Arc<dyn Driver>, looks: Option<u32>) -> Self {
         Self { driver, looks, order: Mutex::default() }
     }
 
@@ -160,7 +160,11 @@ impl Driver for Watched {
 
     fn event_query(&self, event: Event) -> Result<bool> {
         let mut order = self.order.lock();
-        Ok(self.driver.event_query(event)? && order.look(event, self.looks))
+        let over = self.driver.event_query(event)?;
+        Ok(match self.looks {
+            Some(looks) => order.look(event, looks),
+            None => over && order.look(event, 0),
+        })
     }
 
     fn stream_wait_event(&self, stream: Stream, event: Event) -> Result<()> {
