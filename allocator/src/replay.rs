@@ -111,11 +111,11 @@ pub struct Report {
     pub events: u64,
     /// Threads that they ran on.
     pub threads: u64,
-    /// Streams that they allocate on.
+    /// Streams that they name.
     pub streams: u64,
     /// What was checked, in all checked replays together.
     pub checks: Checks,
-    /// Events that failed in any replay, in the order of their lines; each rule once a line.
+    /// Events that failed in any replay, in the order of their lines, each rule once a line; what is no event's comes last.
     pub failed: Vec<Failure>,
     /// Failures that the trace itself has; they are not replayed.
     pub recorded_failures: u64,
@@ -161,7 +161,7 @@ pub fn replay_often(events: &[Event], config: HeapConfig, replays: usize) -> Res
         failed.extend(run.report.failed.iter().cloned());
         report = run.report;
     }
-    failed.sort_by_key(|failure| (failure.line, failure.rule));
+    failed.sort_by_key(|failure| (failure.line == 0, failure.line, failure.rule));
     failed.dedup_by_key(|failure| (failure.line, failure.rule));
     (report.threads, report.failed, report.checks) = (trace.threads as u64, failed, checks);
     report.time(medians(all));

@@ -78,7 +78,7 @@ fn a_driver_that_lies_to_the_heap_is_found_out() {
         assert!(!failed.is_empty() && failed.iter().all(|failure| (failure.line, failure.rule) == (4, Rule::Order)), "{lie:?}: {failed:?}");
     }
     let named = failed(HANDED_OVER, Some(Lie::Over))[0].to_string();
-    assert!(named.starts_with("line 4: order: ") && named.contains("+8388608 was handed to stream 2"), "{named}");
+    assert!(named.starts_with("line 4: order: ") && named.contains("+8388608 was handed to stream 0x20, but stream 0x10 had"), "{named}");
 }
 
 #[test]

@@ -104,6 +104,7 @@ struct Past {
 pub struct Order {
     made: u64,
     streams: HashMap<Stream, Who>,
+    names: HashMap<Who, String>,
     /// What the next work of each stream comes behind; its own is in it.
     behind: HashMap<Who, Clock>,
     /// What each event stands for, and how often it was looked at.
@@ -138,6 +139,16 @@ impl Order {
     /// A stream was made: what had its handle before is another.
     pub fn made(&mut self, stream: Stream) {
         self.streams.remove(&stream);
+    }
+
+    /// What to call a stream where it has to do with a fault.
+    pub fn name(&mut self, stream: Stream, name: String) {
+        let who = self.who(stream);
+        self.names.insert(who, name);
+    }
+
+    fn name_of(&self, who: Who) -> String {
+        self.names.get(&who).map_or_else(|| format!("stream {}", who.0), Clone::clone)
     }
 
     /// One that is on no stream and has no end until [`Order::is_over`]: the replays of a graph that may be replayed at any time.
@@ -204,7 +215,7 @@ impl Order {
         self.checks.crossed += u64::from(crossed);
         self.cut(addr, end);
         self.live.insert(addr, end);
-        let whom = by.map_or_else(|| "a graph".to_owned(), |by| format!("stream {}", by.0));
+        let whom = by.map_or_else(|| "nobody".to_owned(), |by| self.name_of(by));
         found.map_or(Ok(()), |(rule, why)| Err(Fault { rule, reason: format!("{addr:#x}+{bytes} was handed to {whom}, but {why}") }))
     }
 
@@ -267,8 +278,9 @@ impl Order {
             Some(user.who) == by || knows(&self.over) || clock.is_some_and(knows)
         };
         let (start, to, user) = self.past_in(addr, end).find(|(_, _, user)| !comes_behind(user))?;
-        let what = format!("{start:#x}+{} was stream {}'s up to its {}th piece of work", to - start, user.who.0, user.position);
-        Some((Rule::Order, format!("{what}, and neither was that seen to be over nor is it waited for")))
+        let (bytes, whose) = (to - start, self.name_of(user.who));
+        let why = format!("{whose} had {start:#x}+{bytes}, and that was neither seen to be over nor is it waited for");
+        Some((Rule::Order, why))
     }
 
     /// The users of what was in use there: (start, end, user).

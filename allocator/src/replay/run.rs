@@ -1,6 +1,6 @@
 //! One replay under way.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -68,7 +68,6 @@ pub(super) struct Run {
     /// Calls that needed no growth: the line and nanoseconds.
     pub(super) times: Vec<(u64, u64)>,
     pub(super) report: Report,
-    used: HashSet<Stream>,
 }
 
 impl Run {
@@ -103,7 +102,6 @@ impl Run {
             live_bytes: 0,
             times: Vec::new(),
             report: Report::default(),
-            used: HashSet::new(),
         })
     }
 
@@ -128,21 +126,23 @@ impl Run {
 
     fn stream(&mut self, event: &Event) -> Result<Stream, ReplayError> {
         let key = match event.stream {
-            0 | 1 => return Ok(Stream::LEGACY),
+            0 | 1 => (0, 0),
             PER_THREAD => (PER_THREAD, event.thread),
             handle => (handle, 0),
         };
         if let Some(stream) = self.streams.get(&key) {
             return Ok(*stream);
         }
-        let stream = self.driver.stream_create()?;
+        let stream = if key.0 == 0 { Stream::LEGACY } else { self.driver.stream_create()? };
         self.streams.insert(key, stream);
+        if let Some(watched) = &self.watched {
+            watched.order().name(stream, format!("stream {:#x}", key.0));
+        }
         Ok(stream)
     }
 
     fn allocate(&mut self, event: &Event) -> Result<Result<(), Fault>, ReplayError> {
         let stream = self.stream(event)?;
-        self.used.insert(stream);
         if event.bytes > 0 && self.live.contains_key(&event.pointer) {
             return Ok(Err(fault(Rule::Twice, format!("the trace allocates {:#x}, which is live", event.pointer))));
         }
@@ -157,7 +157,8 @@ impl Run {
         }
         if self.pass.is_short() && matches!(result, Err(HeapError::OutOfMemory(_))) {
             let unit = self.driver.device().granularity;
-            self.source.set_limit(self.source.counts().reserved.saturating_add(event.bytes.next_multiple_of(unit)));
+            let bytes = event.bytes.div_ceil(unit).saturating_mul(unit);
+            self.source.set_limit(self.source.counts().reserved.saturating_add(bytes));
             result = self.heap.allocate(event.bytes, stream);
         }
         let addr = match result {
@@ -214,7 +215,7 @@ impl Run {
             let reason = format!("{} bytes count as live, not {}", stats.all.allocated_bytes.current, self.live_bytes);
             report.failed.push(Failure { line: 0, rule: Rule::Count, reason });
         }
-        report.streams = self.used.len() as u64;
+        report.streams = self.streams.len() as u64;
         report.peak_reserved = counts.peak;
         report.ratio = if report.peak_live == 0 { 0.0 } else { counts.peak as f64 / report.peak_live as f64 };
         report.growths = stats.growths;

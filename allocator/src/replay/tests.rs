@@ -44,8 +44,10 @@ fn failures_name_their_line() {
     let report = replay(&parse(&text).unwrap(), SMALL).unwrap();
     assert_eq!(rules(&report.failed), [(3, Rule::Free), (4, Rule::Twice)]);
     assert!(report.failed[0].reason.contains("0x2000"), "{:?}", report.failed);
-    let report = replay(&trace("0,0,allocate,0x1000,512,0 0,0,allocate,0x2000,4398046511104,0"), SMALL).unwrap();
-    assert_eq!(rules(&report.failed), [(3, Rule::Allocation)]);
+    let report =
+        replay(&trace("0,0,allocate,0x1000,512,0 0,0,allocate,0x2000,4398046511104,0 0,0,allocate,0x3000,18446744073709551615,0"), SMALL)
+            .unwrap();
+    assert_eq!(rules(&report.failed), [(3, Rule::Allocation), (4, Rule::Allocation)]);
 }
 
 pub(super) fn trace(lines: &str) -> Vec<Event> {
@@ -60,18 +62,19 @@ fn rules(failed: &[Failure]) -> Vec<(u64, Rule)> {
 pub(super) const HANDED_OVER: &str = "0,0,allocate,0x1000,8388608,0x10 0,0,free,0x1000,8388608,0x10 0,0,allocate,0x2000,8388608,0x20";
 
 #[test]
-fn a_block_that_another_stream_had_is_waited_for_where_that_is_behind() {
+fn a_block_that_another_stream_had_is_seen_to_be_over_or_waited_for() {
     let report = replay(&trace(HANDED_OVER), SMALL).unwrap();
     assert_eq!(report.failed, []);
     assert_eq!((report.streams, report.threads, report.peak_reserved), (2, 1, 8 << 20));
-    assert_eq!(report.checks, Checks { allocations: 4, crossed: 2, waits: 1 }, "the first was seen to be over, the second waited");
+    // Where memory is short the first allocation waits too, though there is nobody: it is tried before an error.
+    assert_eq!(report.checks, Checks { allocations: 6, crossed: 3, waits: 3 });
 }
 
 #[test]
 fn a_block_that_another_stream_frees_is_in_use_there() {
     let lines = "0,0,allocate,0x1000,8388608,0x10 0,0,free,0x1000,8388608,0x20 0,0,allocate,0x2000,8388608,0x10";
     let report = replay(&trace(lines), SMALL).unwrap();
-    assert_eq!((report.failed.as_slice(), report.checks.crossed), ([].as_slice(), 2));
+    assert_eq!((report.failed.as_slice(), report.checks.crossed), ([].as_slice(), 3));
 }
 
 #[test]
