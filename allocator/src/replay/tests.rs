@@ -85,6 +85,37 @@ fn threads_and_their_own_streams_are_replayed() {
     assert_eq!((report.failed.as_slice(), report.peak_live), ([].as_slice(), 1024));
 }
 
+/// Blocks of many sizes on four streams, allocated and freed by three threads, some freed on another stream.
+fn busy() -> Vec<Event> {
+    let (mut dice, mut live, mut events) = (7_u64, Vec::new(), Vec::new());
+    let mut roll = |below: u64| {
+        dice = dice.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (dice >> 33) % below
+    };
+    for line in 2..4_000 {
+        let thread = roll(30) / 10;
+        let (action, pointer, bytes, stream) = if live.len() > 40 || (!live.is_empty() && roll(2) == 0) {
+            let (pointer, bytes, stream) = live.swap_remove(roll(live.len() as u64) as usize);
+            (Action::Free, pointer, bytes, if roll(20) == 0 { roll(4) * 16 } else { stream })
+        } else {
+            let block = (line << 12, 512 << roll(13), roll(4) * 16);
+            live.push(block);
+            (Action::Allocate, block.0, block.1, block.2)
+        };
+        events.push(Event { line, thread, action, pointer, bytes, stream });
+    }
+    events
+}
+
+#[test]
+fn a_busy_trace_is_checked_and_each_time_alike() {
+    let events = busy();
+    let first = Trace::of(&events).check(SMALL, |driver| driver).unwrap();
+    assert_eq!(first.0, []);
+    assert!(first.1.crossed > 100 && first.1.waits > 20, "{:?}", first.1);
+    assert_eq!(Trace::of(&events).check(SMALL, |driver| driver).unwrap(), first);
+}
+
 #[test]
 fn a_heap_that_hands_out_a_live_block_is_found_out() {
     let events = trace("0,0,allocate,0x1000,512,0x10 0,0,allocate,0x2000,512,0x10");

@@ -148,7 +148,8 @@ fn show(file: &str, report: &Report) {
     let many = |n: u64, what: &str| format!("{n} {what}{}", if n == 1 { "" } else { "s" });
     println!("{file}");
     println!(
-        "  {events} events, {}, {}; {} live at most, {} reserved for it ({ratio:.3} times) by {growths} growths",
+        "  {}, {}, {}; {} live at most, {} reserved for it ({ratio:.3} times) by {growths} growths",
+        many(*events, "event"),
         many(*threads, "thread"),
         many(*streams, "stream"),
         size(*peak_live),
