@@ -28,6 +28,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use parking_lot::Mutex;
 use rustix::time::{clock_gettime, ClockId};
 
+use crate::origin::Origin as Process;
 use ring::Ring;
 
 /// Events that fit where nobody says: 16 MiB.
@@ -40,13 +41,21 @@ const TEXT: usize = 4 << 20;
 /// Which recording is on; 0: none. The only thing that is looked at where recording is off. Nothing is read by it: the ring is under
 /// the lock.
 static ON: AtomicU32 = AtomicU32::new(0);
-static CURRENT: Mutex<Current> = Mutex::new(Current { ring: None, path: None, number: 0 });
+static CURRENT: Mutex<Current> = Mutex::new(Current { ring: None, path: None, number: 0, began_in: None });
 
 #[derive(Debug)]
 struct Current {
     ring: Option<Ring>,
     path: Option<PathBuf>,
     number: u32,
+    began_in: Option<Process>,
+}
+
+impl Current {
+    /// The ring, for its one writer: in a forked child it is the parent's, and so are a file's pages.
+    fn own(&mut self) -> Option<&mut Ring> {
+        self.ring.as_mut().filter(|_| self.began_in.as_ref().is_some_and(Process::is_here))
+    }
 }
 
 thread_local! {
@@ -94,9 +103,11 @@ pub fn now() -> u64 {
 pub fn start(events: u64, path: Option<&Path>) -> Result<()> {
     let mut current = CURRENT.lock();
     let ring = Ring::new(events.clamp(64, MOST_EVENTS), TEXT, path, now())?;
-    if let Some(before) = current.ring.replace(ring) {
+    if let Some(before) = current.own() {
         before.end(now());
     }
+    current.ring = Some(ring);
+    current.began_in = Some(Process::here());
     current.path = path.map(Path::to_path_buf);
     current.number = current.number.wrapping_add(1).max(1);
     ON.store(current.number, Ordering::Relaxed);
@@ -107,8 +118,10 @@ pub fn start(events: u64, path: Option<&Path>) -> Result<()> {
 pub fn stop() -> Option<Recording> {
     let mut current = CURRENT.lock();
     ON.store(0, Ordering::Relaxed);
+    if let Some(ring) = current.own() {
+        ring.end(now());
+    }
     let ring = current.ring.take()?;
-    ring.end(now());
     match current.path.take() {
         Some(_) => None,
         None => Recording::of(&ring.image()).ok(),
@@ -118,15 +131,16 @@ pub fn stop() -> Option<Recording> {
 /// What has been recorded so far; `None` where nothing is.
 #[must_use]
 pub fn so_far() -> Option<Recording> {
-    let image = CURRENT.lock().ring.as_ref().map(Ring::image)?;
+    let image = CURRENT.lock().own().map(|ring| ring.image())?;
     Recording::of(&image).ok()
 }
 
 /// How many events fit, and the file; `None` where nothing is recorded.
 #[must_use]
 pub fn settings() -> Option<(u64, Option<PathBuf>)> {
-    let current = CURRENT.lock();
-    current.ring.as_ref().map(|ring| (ring.capacity(), current.path.clone()))
+    let mut current = CURRENT.lock();
+    let capacity = current.own().map(|ring| ring.capacity())?;
+    Some((capacity, current.path.clone()))
 }
 
 /// This is a forked child: the recording is the parent's. Only stores to an atomic.
@@ -149,7 +163,7 @@ pub fn write(mut event: Event) {
         event.thread = thread();
     }
     let mut current = CURRENT.lock();
-    let Some(ring) = &mut current.ring else { return };
+    let Some(ring) = current.own() else { return };
     if event.time == 0 {
         event.time = now();
     }
@@ -159,7 +173,7 @@ pub fn write(mut event: Event) {
 /// Adds a line of JSON to the recording's text, if recording is on.
 pub fn note(line: &str) {
     if is_on() {
-        if let Some(ring) = &mut CURRENT.lock().ring {
+        if let Some(ring) = CURRENT.lock().own() {
             ring.note(line);
         }
     }

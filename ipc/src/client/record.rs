@@ -34,7 +34,7 @@ pub fn recording_file(folder: &Path, name: &str) -> std::io::Result<PathBuf> {
 /// Begins what the environment asks for, if it does and nothing is recorded yet.
 pub(super) fn from_environment(name: &str) {
     let Some(folder) = std::env::var_os("MILLPOND_TRACE").filter(|folder| !folder.is_empty()) else { return };
-    if record::is_on() {
+    if record::settings().is_some() {
         return;
     }
     let events = std::env::var("MILLPOND_TRACE_EVENTS").ok().and_then(|text| text.parse().ok()).unwrap_or(record::EVENTS);
