@@ -418,6 +418,27 @@ fn trim_leaves_what_queued_work_can_reach() {
     assert_eq!(lab.heap.trim(u64::MAX), 0, "a chunk that is partly used stays");
 }
 
+/// Free bytes of several streams, and bytes that another stream was recorded on, are one chunk's all the same.
+#[test]
+fn a_chunk_is_owed_whoever_its_free_bytes_wait_for() {
+    let lab = Lab::new();
+    let (one, two) = (lab.stream(), lab.stream());
+    let blocks = [lab.alloc(MIB, one), lab.alloc(MIB, one), lab.touch(CHUNK, two)];
+    lab.freeze();
+    // The second stream gets the rest of the first one's chunk.
+    lab.driver.stream_synchronize(two).unwrap();
+    let other = lab.alloc(2 * MIB, two);
+    let stalls = [lab.driver.stall(one), lab.driver.stall(two)];
+    lab.heap.record_stream(blocks[0], two).unwrap();
+    let pin = lab.heap.pin(blocks[1]).unwrap();
+    [blocks[0], blocks[1], other].into_iter().for_each(|block| lab.free(block));
+    let held = lab.heap.give_way(u64::MAX);
+    lab.heap.unpin(pin);
+    assert_eq!((held, lab.heap.give_way(u64::MAX)), (lab.reserved() - CHUNK, lab.reserved()), "a receiver's block is not on its way");
+    drop(stalls);
+    lab.tick_until("all to go back", || lab.reserved() == 0);
+}
+
 #[test]
 fn trim_gives_back_no_more_than_it_was_asked_for() {
     let lab = Lab::new();

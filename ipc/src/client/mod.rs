@@ -167,9 +167,12 @@ impl Client {
             return;
         }
         self.departures.finish(&self.shared.pins);
+        self.shared.leases.reap();
+        // What stays is the owner's only when this process ends.
+        self.devices.iter().filter_map(Device::if_open).for_each(|opened| _ = opened.heap.empty_cache());
         // What was let go of is done soon, where its streams are.
         let until = Instant::now() + PARTING;
-        while self.imports.any_parting() && Instant::now() < until {
+        while (self.imports.any_parting() || self.owes()) && Instant::now() < until {
             self.tick_devices();
             std::thread::sleep(Duration::from_millis(1));
         }

@@ -100,7 +100,7 @@ impl Client {
     }
 
     /// Whether something is to go back to the owner when work is over.
-    fn owes(&self) -> bool {
+    pub(super) fn owes(&self) -> bool {
         self.devices.iter().filter_map(Device::if_open).any(|opened| opened.heap.owed() > 0)
     }
 
