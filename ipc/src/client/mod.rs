@@ -3,6 +3,7 @@
 mod adopt;
 mod channel;
 mod device;
+mod due;
 mod error;
 mod events;
 mod fault;

@@ -435,6 +435,17 @@ impl Worker {
                 signals::hear();
                 done
             }
+            "listen" => self.client.listen().map(|()| String::new()).map_err(failed),
+            // Until the tender has told of this client's death.
+            "hearsof" => {
+                let name = words.text()?;
+                loop {
+                    let event = self.client.next_event(super::BOUND).map_err(failed)?.ok_or_else(|| wrong("nothing is heard"))?;
+                    if event.kind == "death" && event.by.name == name {
+                        return done;
+                    }
+                }
+            }
             other => Err(wrong(format!("no command {other:?}"))),
         }
     }
