@@ -26,6 +26,19 @@ use millpond_ipc::wire::Role;
 pub const BOUND: Duration = Duration::from_secs(20);
 pub const MIB: u64 = 1 << 20;
 
+/// Whether owners and workers are of the CUDA driver: `MILLPOND_TEST_DRIVER=cuda`, by tests/gpu/run.sh. Not every test can be so.
+pub fn on_gpu() -> bool {
+    std::env::var("MILLPOND_TEST_DRIVER").is_ok_and(|driver| driver == "cuda")
+}
+
+/// The first device of a client's arena.
+pub fn place(client: &Client) -> Place {
+    match client.grants().next().and_then(|grant| grant.device.parse().ok()) {
+        Some(id) if on_gpu() => Place::Device(id),
+        _ => Place::Host,
+    }
+}
+
 /// The two ends of a channel between clients `a` and `b` of this process: both must ask for it.
 pub fn channels(a: &Client, b: &Client) -> (Channel, Channel) {
     std::thread::scope(|scope| {
@@ -47,7 +60,7 @@ pub fn role() {
 fn owner() {
     let bytes = |name: &str| std::env::var(name).unwrap().parse().unwrap();
     let config = Config {
-        driver: DriverChoice::Host,
+        driver: if on_gpu() { DriverChoice::Cuda } else { DriverChoice::Host },
         limit: Limit::Bytes(bytes("MILLPOND_TEST_LIMIT")),
         host_bytes: Some(64 << 30),
         chunk_bytes: Some(bytes("MILLPOND_TEST_CHUNK")),
@@ -191,8 +204,18 @@ impl Arena {
         command.env("MILLPOND_TEST_NAME", name).env("MILLPOND_SOCKET", &self.socket).env("MILLPOND_KEY", &self.key);
         command.envs(vars.iter().copied());
         let worker = Worker { said: Said::start(command), name: name.to_owned(), child: None };
-        assert_eq!(worker.said.line().as_deref(), Some("attached"), "{name}");
-        worker
+        worker.attached()
+    }
+
+    /// Two that start at once.
+    pub fn pair(&self, a: &str, b: &str) -> (Worker, Worker) {
+        let start = |name: &str| {
+            let mut command = again("worker");
+            command.env("MILLPOND_TEST_NAME", name).env("MILLPOND_SOCKET", &self.socket).env("MILLPOND_KEY", &self.key);
+            Worker { said: Said::start(command), name: name.to_owned(), child: None }
+        };
+        let (a, b) = (start(a), start(b));
+        (a.attached(), b.attached())
     }
 
     pub fn options(&self, name: &str) -> Options {
@@ -252,6 +275,11 @@ impl Drop for Worker {
 }
 
 impl Worker {
+    fn attached(self) -> Self {
+        assert_eq!(self.said.line().as_deref(), Some("attached"), "{}", self.name);
+        self
+    }
+
     /// Starts a command; its answer is taken by [`Worker::answer`].
     pub fn ask(&mut self, command: &str) {
         writeln!(self.said.stdin, "{command}").unwrap();
