@@ -179,8 +179,9 @@ impl Client {
             opened.heap.trim(u64::MAX);
             opened.drop_unused(|window, chunk| self.imports.uses(window, chunk, None));
         }
-        let _ = self.shared.link.call(Request::Detach, Duration::from_secs(2));
+        // Before the owner hears of it: whoever is refused by it from here on is refused since this client leaves.
         self.shared.left.store(true, Ordering::Release);
+        let _ = self.shared.link.call(Request::Detach, Duration::from_secs(2));
         *self.wake.lock() = None;
         self.shared.events.close();
         self.shared.link.notice(Notice::Stop);

@@ -126,7 +126,7 @@ impl Client {
                 sender: sender.name.clone(),
             };
             let handle = self.imports.add(import)?;
-            let place = if device.is_host() { Place::Host } else { Place::Device(device.id) };
+            let place = self.place_of(device);
             tensors.push(Incoming { addr: 0, bytes: descriptor.bytes, import: handle, place, read_only: descriptor.read_only });
             if options.lazy {
                 continue;
@@ -323,7 +323,7 @@ impl Client {
         self.check_alive()?;
         let (device, bytes, read_only) = self.imports.with(handle, |import| (import.device, import.bytes, import.read_only))?;
         let device = self.device_at(device)?;
-        let (place, stream) = if device.is_host() { (Place::Host, None) } else { (Place::Device(device.id), Some(stream)) };
+        let (place, stream) = (self.place_of(device), (!device.is_host()).then_some(stream));
         let addr = self.open_import(handle, stream, wait, None)?;
         Ok(Incoming { addr, bytes, import: handle, place, read_only })
     }

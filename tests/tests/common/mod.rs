@@ -31,12 +31,11 @@ pub fn on_gpu() -> bool {
     std::env::var("MILLPOND_TEST_DRIVER").is_ok_and(|driver| driver == "cuda")
 }
 
-/// The first device of a client's arena.
+/// The first device of a client's arena that its process sees.
 pub fn place(client: &Client) -> Place {
-    match client.grants().next().and_then(|grant| grant.device.parse().ok()) {
-        Some(id) if on_gpu() => Place::Device(id),
-        _ => Place::Host,
-    }
+    let places = client.grants().filter_map(|grant| grant.device.parse().ok()).map(Place::Device);
+    let seen = |place: &Place| client.driver(*place).is_ok();
+    if on_gpu() { places.into_iter().next() } else { places.into_iter().find(seen) }.unwrap_or(Place::Host)
 }
 
 /// The two ends of a channel between clients `a` and `b` of this process: both must ask for it.
@@ -82,6 +81,31 @@ pub fn boxes_work() -> bool {
     let work = Command::new(BOX[0]).args(&BOX[1..]).arg("true").stderr(Stdio::null()).status().is_ok_and(|status| status.success());
     if !work {
         eprintln!("skipped: unshare --user --pid is refused here");
+    }
+    work
+}
+
+/// The same with IPC and mount namespaces too, and a `/dev/shm` that is empty, and nobody else's.
+const APART: [&str; 12] = [
+    "unshare",
+    "--user",
+    "--map-root-user",
+    "--pid",
+    "--ipc",
+    "--mount",
+    "--fork",
+    "--kill-child",
+    "sh",
+    "-c",
+    "mount -t tmpfs none /dev/shm && exec \"$@\"",
+    "box",
+];
+
+/// Whether [`Arena::apart`] works here; says so where it does not.
+pub fn apart_works() -> bool {
+    let work = Command::new(APART[0]).args(&APART[1..]).arg("true").stderr(Stdio::null()).status().is_ok_and(|status| status.success());
+    if !work {
+        eprintln!("skipped: unshare --user --pid --ipc --mount, or a mount there, is refused here");
     }
     work
 }
@@ -195,8 +219,17 @@ impl Arena {
 
     /// A worker in user and PID namespaces of its own; killing it kills what surrounds it too.
     pub fn boxed(&self, name: &str) -> Worker {
-        let mut command = Command::new(BOX[0]);
-        command.args(&BOX[1..]).arg(std::env::current_exe().unwrap());
+        self.within(&BOX, name)
+    }
+
+    /// A worker in PID, IPC and mount namespaces of its own, with its own `/dev/shm`.
+    pub fn apart(&self, name: &str) -> Worker {
+        self.within(&APART, name)
+    }
+
+    fn within(&self, walls: &[&str], name: &str) -> Worker {
+        let mut command = Command::new(walls[0]);
+        command.args(&walls[1..]).arg(std::env::current_exe().unwrap());
         self.worker_by(again_by(command, "worker"), name, &[])
     }
 

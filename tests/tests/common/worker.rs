@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::Arc;
 use std::time::Duration;
 
-use millpond_allocator::driver::{Addr, Driver, Stream};
+use millpond_allocator::driver::{Addr, DeviceId, Driver, Stream};
 use millpond_allocator::timeline::Signal;
 use millpond_ipc::client::{Channel, Client, Error, Incoming, OnOwnerDeath, Options, Outgoing, Place, ReceiveOptions, Way};
 use millpond_ipc::wire::Role;
@@ -190,6 +190,19 @@ impl Worker {
                 let addr = self.client.heap(place).map_err(failed)?.allocate(bytes, on).map_err(|error| failed(error.into()))?;
                 self.blocks.push((addr, bytes));
                 Ok((self.blocks.len() - 1).to_string())
+            }
+            // From here on on another of the arena's devices, by its identity.
+            "on" => {
+                let id: DeviceId = words.value()?;
+                self.place = Place::Device(id);
+                self.driver = self.client.driver(self.place).map_err(failed)?;
+                done
+            }
+            // The device of an import: what it is, and which one that is to this process.
+            "device" => {
+                let place = self.import(words.value()?)?.place;
+                let info = self.client.driver(place).map_err(failed)?.device().clone();
+                Ok(format!("{} {}", info.id, info.ordinal))
             }
             // The n-th block is where in my window?
             "addr" => Ok(self.block(words.value()?)?.0.to_string()),
@@ -416,6 +429,21 @@ impl Worker {
                 self.client.detach();
                 done
             }
+            // Closes every memory file that it has open: their names.
+            "closememory" => {
+                let mut closed = Vec::new();
+                for entry in std::fs::read_dir("/proc/self/fd").map_err(wrong)?.flatten() {
+                    let (fd, target) = (entry.file_name(), std::fs::read_link(entry.path()).unwrap_or_default());
+                    if let Some(name) = target.to_string_lossy().strip_prefix("/memfd:") {
+                        // SAFETY: nothing of this process uses it from here on: it ends without closing anything.
+                        unsafe { libc::close(fd.to_string_lossy().parse().map_err(wrong)?) };
+                        closed.push(name.split(' ').next().unwrap_or_default().to_owned());
+                    }
+                }
+                Ok(closed.join(" "))
+            }
+            // How many files it sees in a folder.
+            "files" => Ok(std::fs::read_dir(words.text()?).map_err(wrong)?.count().to_string()),
             "fds" => Ok(std::fs::read_dir("/proc/self/fd").map_err(wrong)?.count().to_string()),
             "vm" => {
                 let text = std::fs::read_to_string("/proc/self/status").map_err(wrong)?;
