@@ -96,8 +96,8 @@ fn captures_are_known_from_begin_to_end_and_segments_from_malloc_to_free() {
     let [allocated, freed, _] = counts();
     assert_eq!(allocated, freed);
     let taken: Vec<u64> = std::thread::scope(|scope| {
-        let take = |n: usize| (0..5).map(|_| millpond_pool_malloc(1 << 20, HOST, stream(n)) as u64).collect::<Vec<_>>();
-        let threads: Vec<_> = (0..4).map(|n| scope.spawn(move || take(n))).collect();
+        let take = || (0..5).map(|_| millpond_pool_malloc(1 << 20, HOST, stream(0)) as u64).collect::<Vec<_>>();
+        let threads: Vec<_> = (0..4).map(|_| scope.spawn(take)).collect();
         threads.into_iter().flat_map(|thread| thread.join().unwrap()).collect()
     });
     assert_eq!((taken.contains(&0), counts()), (false, [allocated + 20, freed, 20]));
