@@ -69,11 +69,12 @@ def counters():
 
 
 def context_events(allowed, device=None):
-    """Whether millpond may record events over a GPU's whole context in this process (it may until told otherwise). Such an event
-    ends a CUDA graph capture that is under way. `millpond.torch.install()` knows of torch's captures and waits for them; where
-    torch keeps its own allocator and graphs are captured, say False: then what a stream let go of goes back to its producer
-    when that stream's next tensor is sent or received."""
-    _native.control("context_events", device=_session.device_ordinal(device), allowed=bool(allowed))
+    """Whether millpond may record events over a GPU's whole context in this process (it may until told otherwise); `device` None:
+    over any GPU's, those not in use yet too. Such an event ends a CUDA graph capture that is under way. `millpond.torch.install()`
+    knows of torch's captures and waits for them; where torch keeps its own allocator and graphs are captured, say False: then what
+    a stream let go of goes back to its producer when that stream's next tensor is sent or received."""
+    chosen = {} if device is None else {"device": _session.device_ordinal(device)}
+    _native.control("context_events", allowed=bool(allowed), **chosen)
 
 
 def __getattr__(name):

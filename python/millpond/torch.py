@@ -115,7 +115,7 @@ def pool():
     _torch_share.install(everything=False)
     made = torch.cuda.MemPool(_pool_allocator)
     # torch's own allocator tells nobody of its captures, which an event of ours over the whole context would end.
-    _native.control("context_events", device=torch.cuda.current_device(), allowed=False)
+    _native.control("context_events", allowed=False)
     with torch.cuda.use_mem_pool(made):
         yield made
 

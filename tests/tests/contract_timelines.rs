@@ -146,6 +146,24 @@ fn nothing_is_sent_or_taken_in_a_capture_and_the_capture_goes_on() {
     b.release(import).unwrap();
 }
 
+/// A graph may be captured on a device before anything of the arena is used there.
+#[test]
+fn a_device_keeps_to_what_was_said_of_context_events_before_it_was_in_use() {
+    use millpond_allocator::driver::host::HostCall::EventRecordContext;
+    let arena = Arena::new();
+    let a = arena.client("a");
+    for (place, allowed) in [(None, false), (Some(Place::Host), true), (Some(Place::Host), false), (None, true), (None, false)] {
+        a.set_context_events(place, allowed).unwrap();
+        let (heap, driver) = (a.heap(Place::Host).unwrap(), a.driver(Place::Host).unwrap());
+        let stream = driver.stream_create().unwrap();
+        driver.host().unwrap().note_calls();
+        heap.free(heap.allocate(MIB, stream).unwrap()).unwrap();
+        heap.empty_cache();
+        assert_eq!(driver.host().unwrap().take_calls().contains(&EventRecordContext), allowed, "{place:?}");
+    }
+    assert!(a.set_context_events(Some(Place::Ordinal(0)), false).is_err(), "the owner serves none");
+}
+
 #[test]
 fn a_context_that_dies_is_reported_and_its_waiters_are_released() {
     let arena = Arena::new();

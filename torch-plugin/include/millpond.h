@@ -143,7 +143,7 @@ const char *millpond_version(void);
 // | begin_scope; end_scope | device; device, scope | scope; the counters of `stats` since then, allocated and freed from zero |
 // | trim, get_fraction, set_fraction | device; fraction | bytes; fraction; {} |
 // | at_hand | device | bytes: given back a moment ago, not free for the driver yet, this process's for the asking |
-// | context_events | device, allowed: not where graphs are captured that the hooks do not tell of | {} |
+// | context_events | device (absent: every one, those not in use yet too), allowed: not where graphs are captured that the hooks do not tell of | {} |
 // | counters | | messages, tensors, copies and socket bytes so far; leases, imported_bytes, foreign_frees |
 // | listen | | {}: from here on growths that do not fit are told of (a parent, everybody's; else its own refusals), and deaths |
 // | next_event | timeout_ms | event: {kind (pressure, refusal, death), cause (of a death, if it was killed by policy), device, by, asked, limit, reserved, free, missed}, or null |

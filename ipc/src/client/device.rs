@@ -9,7 +9,7 @@ mod source;
 pub(super) use peers::Range;
 
 use std::os::fd::OwnedFd;
-use std::sync::atomic::AtomicBool;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -104,6 +104,8 @@ pub(super) struct Device {
     pub(super) id: DeviceId,
     shared: Shared,
     opened: Mutex<Option<Arc<Opened>>>,
+    /// Its heap records no event of the whole context.
+    no_context_events: AtomicBool,
 }
 
 /// A device in use: a context, a heap.
@@ -139,7 +141,7 @@ impl Device {
         if let Some(lacks) = kind.lacks() {
             return Err(Error::Unsupported(format!("the owner shares the memory of {id} as {kind}: millpond lacks {lacks}")));
         }
-        Ok(Self { grant, id, shared, opened: Mutex::default() })
+        Ok(Self { grant, id, shared, opened: Mutex::default(), no_context_events: AtomicBool::new(false) })
     }
 
     pub(super) fn is_host(&self) -> bool {
@@ -149,6 +151,15 @@ impl Device {
     /// Only if it is open.
     pub(super) fn if_open(&self) -> Option<Arc<Opened>> {
         self.opened.lock().clone()
+    }
+
+    /// [`Heap::set_context_events`] of its heap, now or when it is opened.
+    pub(super) fn set_context_events(&self, allowed: bool) {
+        let opened = self.opened.lock();
+        self.no_context_events.store(!allowed, Ordering::Relaxed);
+        if let Some(opened) = &*opened {
+            opened.heap.set_context_events(allowed);
+        }
     }
 
     /// Opens it at first use.
@@ -179,6 +190,9 @@ impl Device {
         });
         let config = HeapConfig { chunk_bytes: self.grant.chunk_bytes, ..HeapConfig::default() };
         let heap = Arc::new(Heap::new(driver.clone(), window, source, Some(sink), Some(timelines.clone()), config));
+        if self.no_context_events.load(Ordering::Relaxed) {
+            heap.set_context_events(false);
+        }
         let made = Arc::new(Opened {
             driver,
             heap,

@@ -98,6 +98,19 @@ impl Client {
         self.device(place).ok()?.if_open().map(|opened| opened.heap.clone())
     }
 
+    /// Whether the heap of a device, or of every device, may record events of the whole context: [`Heap::set_context_events`]. Opens none:
+    /// a device that is not in use yet keeps to it when it is.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] for a device that the owner does not serve.
+    pub fn set_context_events(&self, place: Option<Place>, allowed: bool) -> Result<(), Error> {
+        match place {
+            Some(place) => self.device(place)?.set_context_events(allowed),
+            None => self.devices.iter().for_each(|device| device.set_context_events(allowed)),
+        }
+        Ok(())
+    }
+
     /// Bytes of a device that are this process's for the asking and that the driver does not call free: given back a moment ago, or on
     /// their way to the owner. 0 where the device is not in use.
     #[must_use]

@@ -6,6 +6,8 @@ import time
 
 SIZES = {"1 KiB": 1 << 10, "1 MiB": 1 << 20, "64 MiB": 64 << 20}
 GIB = 1 << 30
+#: Allocators of RMM that grow but give nothing back: a fresh one for each growth. Its arena is as large as it was made.
+FRESH = ("rmm-pool", "rmm-async")
 
 
 class Allocation:
@@ -21,7 +23,9 @@ class Allocation:
         torch.zeros(1, device="cuda")
         torch.cuda.synchronize()
         self.cases = {f"torch.empty+del {name}": self._empty(nbytes) for name, nbytes in SIZES.items()}
-        if self.mode in ("ours", "native", "expandable", "async"):
+        if self.mode in FRESH:
+            self.cases["growth 1 GiB"] = self._first_growth
+        elif self.mode in ("ours", "native", "expandable", "async"):
             self.cases["growth 1 GiB"] = self._growth
         self._native()
 
@@ -55,6 +59,15 @@ class Allocation:
         del x
         return 1, took
 
+    def _first_growth(self, ms):
+        """The same of an allocator that has nothing yet. It is asked directly: torch would keep the one that it has."""
+        resource = _resource(self.mode, 0)
+        start = time.perf_counter_ns()
+        pointer = resource.allocate(GIB)
+        took = time.perf_counter_ns() - start
+        resource.deallocate(pointer, GIB)
+        return 1, took
+
     def _native(self):
         path = os.path.join(self.work, "liballocbench.so")
         try:
@@ -62,7 +75,7 @@ class Allocation:
         except OSError as e:
             self.notes["C++"] = f"calls through torch's C++ interface are not measured: {e}"
             return
-        for name in ("pair", "mixed", "threads"):
+        for name in ("pair", "mixed", "threads", "mixed_threads"):
             getattr(library, "bench_" + name).restype = ctypes.c_double
         for name, nbytes in SIZES.items():
             size = ctypes.c_size_t(nbytes)
@@ -74,6 +87,8 @@ class Allocation:
             size = ctypes.c_size_t(SIZES[name])
             run = counted(lambda count, size=size: library.bench_threads(size, count, handles, 8), share=8)
             self.cases[f"C++ 8 threads, 8 streams {name}"] = self._spread(run)
+        run = counted(lambda count: library.bench_mixed_threads(125, count, handles, 8), share=8)
+        self.cases["C++ 8 threads, 8 streams, 1,000 live blocks"] = self._spread(run)
 
     @staticmethod
     def _spread(case):
@@ -122,18 +137,22 @@ def prepare(mode, work, limit="30%"):
     return None
 
 
+def _resource(mode, nbytes):
+    """RMM's allocator of a mode, with so much from the start."""
+    import rmm
+
+    if mode == "rmm-async":
+        return rmm.mr.CudaAsyncMemoryResource(initial_pool_size=nbytes)
+    make = rmm.mr.PoolMemoryResource if mode == "rmm-pool" else rmm.mr.ArenaMemoryResource
+    return make(rmm.mr.CudaMemoryResource(), nbytes)
+
+
 def _rmm(mode):
     import rmm
     import torch
     from rmm.allocators.torch import rmm_torch_allocator
 
-    cuda = rmm.mr.CudaMemoryResource()
-    if mode == "rmm-pool":
-        resource = rmm.mr.PoolMemoryResource(cuda, initial_pool_size=8 * GIB)
-    elif mode == "rmm-arena":
-        resource = rmm.mr.ArenaMemoryResource(cuda, 8 * GIB)
-    else:
-        resource = rmm.mr.CudaAsyncMemoryResource(initial_pool_size=8 * GIB)
+    resource = _resource(mode, 8 * GIB)
     rmm.mr.set_current_device_resource(resource)
     torch.cuda.memory.change_current_allocator(rmm_torch_allocator)
     return resource

@@ -18,40 +18,57 @@ extern "C" double bench_pair(size_t bytes, int count) {
   return ns(start) / count;
 }
 
-// 1,000 live blocks from 512 B to 4 MiB: one is freed, another is made.
-extern "C" double bench_mixed(int live, int count) {
+// Live blocks from 512 B to 4 MiB, made by `alloc`: one is freed, another is made.
+template <class Alloc>
+static double churn(int live, int count, uint64_t seed, Alloc alloc) {
   auto* a = allocator();
   std::vector<void*> blocks(live);
-  uint64_t s = 88172645463325252ull;
+  uint64_t s = 88172645463325252ull + seed;
   auto random = [&] { s ^= s << 13; s ^= s >> 7; s ^= s << 17; return s; };
-  for (auto& p : blocks) p = a->raw_alloc(512 + random() % (4 << 20));
+  auto fresh = [&] { return alloc(512 + random() % (4 << 20)); };
+  for (auto& p : blocks) p = fresh();
   auto start = Clock::now();
   for (int i = 0; i < count; i++) {
     auto& p = blocks[random() % live];
     a->raw_delete(p);
-    p = a->raw_alloc(512 + random() % (4 << 20));
+    p = fresh();
   }
-  double result = ns(start) / count;
+  double result = ns(start);
   for (auto p : blocks) a->raw_delete(p);
   return result;
 }
 
-// Each thread on its own stream; the mean of a pair as each thread sees it.
-extern "C" double bench_threads(size_t bytes, int count, const uint64_t* streams, int threads) {
-  auto* a = allocator();
+extern "C" double bench_mixed(int live, int count) {
+  return churn(live, count, 0, [a = allocator()](size_t bytes) { return a->raw_alloc(bytes); }) / count;
+}
+
+// Each thread on its own stream: `work` does `count` operations there and says how long they took. The mean as each thread sees it.
+template <class Work>
+static double spread(const uint64_t* streams, int threads, int count, Work work) {
   std::vector<std::thread> running;
   std::vector<double> took(threads);
   for (int t = 0; t < threads; t++)
-    running.emplace_back([=, &took] {
-      auto stream = (cudaStream_t)streams[t];
-      for (int i = 0; i < 100; i++) a->raw_delete(a->raw_alloc_with_stream(bytes, stream));
-      auto start = Clock::now();
-      for (int i = 0; i < count; i++) a->raw_delete(a->raw_alloc_with_stream(bytes, stream));
-      took[t] = ns(start) / count;
-    });
+    running.emplace_back([=, &took] { took[t] = work((cudaStream_t)streams[t], t) / count; });
   double sum = 0;
   for (int t = 0; t < threads; t++) { running[t].join(); sum += took[t]; }
   return sum / threads;
+}
+
+extern "C" double bench_threads(size_t bytes, int count, const uint64_t* streams, int threads) {
+  return spread(streams, threads, count, [=](cudaStream_t stream, int) {
+    auto* a = allocator();
+    for (int i = 0; i < 100; i++) a->raw_delete(a->raw_alloc_with_stream(bytes, stream));
+    auto start = Clock::now();
+    for (int i = 0; i < count; i++) a->raw_delete(a->raw_alloc_with_stream(bytes, stream));
+    return ns(start);
+  });
+}
+
+// So many live blocks in each thread.
+extern "C" double bench_mixed_threads(int live, int count, const uint64_t* streams, int threads) {
+  return spread(streams, threads, count, [=](cudaStream_t stream, int thread) {
+    return churn(live, count, thread, [=, a = allocator()](size_t bytes) { return a->raw_alloc_with_stream(bytes, stream); });
+  });
 }
 
 // For replaybench.cpp: the calls as functions that do not throw; what was thrown last is kept.

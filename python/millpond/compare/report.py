@@ -118,10 +118,10 @@ def targets(sections):
         row(f"torch.empty+del {size}, ours / native", over("allocation", f"torch.empty+del {size}", "native"), 0.9)
         row(f"C++ alloc+free {size}, ours / native", over("allocation", f"C++ alloc+free {size}", "native"), 0.6)
     row("C++ 1,000 live blocks, ours / native", over("allocation", "C++ 1,000 live blocks", "native"), 0.6)
-    for size in ("1 KiB", "1 MiB"):
-        case = f"C++ 8 threads, 8 streams {size}"
+    for what in (" 1 KiB", " 1 MiB", ", 1,000 live blocks"):
+        case = f"C++ 8 threads, 8 streams{what}"
         ratios = [over("allocation", case, mode) for mode in modes.MODES["allocation"] if mode not in ("ours", "bump")]
-        row(f"8 threads on 8 streams {size}, ours / the best other", max((r for r in ratios if r is not None), default=None), 1.0)
+        row(f"8 threads on 8 streams{what}, ours / the best other", max((r for r in ratios if r is not None), default=None), 1.0)
     grown = ns("allocation", "growth 1 GiB")
     row("growth of 1 GiB, µs", None if grown is None else round(grown / 1e3, 1), 500)
     for section, large in (("handoff", "hand-off 1 GiB"), ("host-handoff", "hand-off 64 MiB")):

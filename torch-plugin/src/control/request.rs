@@ -129,7 +129,8 @@ pub(super) enum Op {
         device: i32,
     },
     ContextEvents {
-        device: i32,
+        #[serde(default)]
+        device: Option<i32>,
         allowed: bool,
     },
     Counters,
