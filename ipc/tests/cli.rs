@@ -314,7 +314,8 @@ fn a_driver_without_memory_to_share_is_refused_by_name() {
     assert!(said.contains("Stub A (GPU-b0b0") && said.contains("memory that can be shared as a file descriptor"), "{said}");
     // Where it is not asked for, the host is served alone, and it is said why no GPU is.
     let mut doctor = Command::new(program());
-    let output = doctor.args(["doctor", "--json"]).env("LD_LIBRARY_PATH", &folder).env("CUDA_MPS_PIPE_DIRECTORY", &folder).output().unwrap();
+    let output =
+        doctor.args(["doctor", "--json"]).env("LD_LIBRARY_PATH", &folder).env("CUDA_MPS_PIPE_DIRECTORY", &folder).output().unwrap();
     let said = String::from_utf8_lossy(&output.stdout);
     assert!(said.contains("memory that can be shared as a file descriptor"), "{said}");
     std::fs::remove_dir_all(&folder).unwrap();

@@ -203,8 +203,7 @@ fn exports_beside_every_way_to_close() {
         // SAFETY: a live block of so many bytes, which nobody else uses yet.
         unsafe { std::ptr::write_bytes(addr as *mut u8, byte, 3 << 20) };
         let tree = serde_json::value::RawValue::from_string(byte.to_string()).unwrap();
-        let outgoing =
-            Outgoing { addr, bytes: 3 * MIB, place: Place::Host, stream: None, import: None, read_only: false, way: Way::Found };
+        let outgoing = Outgoing { addr, bytes: 3 * MIB, place: Place::Host, stream: None, import: None, read_only: false, way: Way::Found };
         let result = a.send(&channel, tree, &[outgoing], Some(BOUND));
         heap.free(addr)?;
         tried.fetch_add(1, Ordering::Relaxed);

@@ -10,8 +10,9 @@ use millpond_torch::segments;
 use millpond_torch::state;
 use millpond_torch::tensor::millpond_deallocate;
 use millpond_torch::torch::{
-    millpond_free, millpond_pool_id, millpond_pool_malloc, millpond_torch_begin_allocate_stream_to_pool, millpond_torch_begin_allocate_to_pool,
-    millpond_torch_end_allocate_stream_to_pool, millpond_torch_end_allocate_to_pool, millpond_torch_release_pool,
+    millpond_free, millpond_pool_id, millpond_pool_malloc, millpond_torch_begin_allocate_stream_to_pool,
+    millpond_torch_begin_allocate_to_pool, millpond_torch_end_allocate_stream_to_pool, millpond_torch_end_allocate_to_pool,
+    millpond_torch_release_pool,
 };
 
 const HOST: i32 = -1;
