@@ -578,7 +578,8 @@ fn a_growth_that_cannot_be_mapped_leaves_nothing_behind() {
 fn a_mapping_failure_is_reported() {
     let lab = Lab::new();
     (1..4).for_each(|nth| lab.driver.fail_nth(HostCall::Map, nth, CuResult::INVALID_VALUE));
-    assert!(matches!(lab.heap.allocate(MIB, Stream::LEGACY), Err(HeapError::Driver(_))));
+    let Err(HeapError::Failed(said)) = lab.heap.allocate(MIB, Stream::LEGACY) else { panic!("it was mapped") };
+    assert!(said.starts_with("1.00 MiB could not be allocated on host memory (HOST-0). ") && said.contains("(1)"), "{said}");
     assert_eq!(lab.reserved(), 0);
     lab.driver.fail_nth(HostCall::Map, 1, CuResult::OUT_OF_MEMORY);
     lab.alloc(MIB, Stream::LEGACY);

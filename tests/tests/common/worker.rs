@@ -487,12 +487,12 @@ impl Worker {
                 done
             }
             "listen" => self.client.listen().map(|()| String::new()).map_err(failed),
-            // Until the tender has told of this client's death.
+            // Until the tender has told of this client's death; of many at once only the last are kept.
             "hearsof" => {
                 let name = words.text()?;
                 loop {
                     let event = self.client.next_event(super::BOUND).map_err(failed)?.ok_or_else(|| wrong("nothing is heard"))?;
-                    if event.kind == "death" && event.by.name == name {
+                    if event.kind == "death" && (event.by.name == name || event.missed > 0) {
                         return done;
                     }
                 }
