@@ -1,8 +1,7 @@
 //! Random calls on several streams, some of them stalled, against a model of what each stream may still touch.
 //!
-//! A spy stands between the heap and the driver. It sees every event and every wait, so it knows what each stream's next work
-//! comes after; the test knows which streams are stalled. From both follows, for bytes that were freed, whose work on them may
-//! still be to come. A block over such bytes is a fault, and so is an unmapped one.
+//! The driver is watched, as in replays: the model hears of every event, every wait and every answer, so it knows what each stream's
+//! next work comes behind. A block over bytes that somebody's work may still reach is a fault, and so is an unmapped one.
 //!
 //! Streams are captured too, two at once at most. What a capture was given is in reach of its graphs' replays, on whatever stream
 //! and whenever, until its pool is released: only captures of that pool may be given it again. No call of the heap may end a capture.
@@ -11,13 +10,13 @@
 mod heap_lab;
 
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 
-use heap_lab::spy::{Clock, Past, Spy};
 use heap_lab::{check_views, heap_over, CHUNK, CONFIG, MIB};
-use millpond_allocator::driver::host::{HostConfig, HostGraph, HostPlatform, Stall};
+use millpond_allocator::driver::host::{HostConfig, HostDriver, HostGraph, HostPlatform, Stall};
 use millpond_allocator::driver::{Addr, Driver, Stream};
 use millpond_allocator::heap::{Heap, HeapConfig, HeapError, Pin, PoolId};
+use millpond_allocator::replay::{Moment, Watched};
 use proptest::prelude::*;
 
 #[derive(Debug, Clone, Copy)]
@@ -118,21 +117,30 @@ fn graph_step() -> impl Strategy<Value = Step> {
 struct Block {
     addr: Addr,
     bytes: u64,
-    /// The names that the model has for the streams that use it: its own first.
+    /// The streams that use it: its own first.
     users: Vec<Stream>,
     pins: u32,
     freed: bool,
-    /// The pool that it was captured for.
-    pool: Option<PoolId>,
+    /// The replays of the graphs that it was captured for.
+    replays: Option<Moment>,
 }
 
 /// What torch knows of captures.
-#[derive(Default)]
 struct Graphs {
+    driver: Arc<HostDriver>,
+    watched: Arc<Watched>,
     captures: Vec<(Stream, PoolId)>,
     graphs: Vec<(HostGraph, PoolId)>,
-    /// Up to where each stream has replayed graphs of each pool.
-    replays: HashMap<PoolId, Clock>,
+    pools: HashMap<PoolId, Pool>,
+}
+
+/// What a pool's graphs may use until it is released.
+struct Pool {
+    /// Replays, for the model: they have no end.
+    replays: Moment,
+    private: Vec<(Addr, u64)>,
+    /// Replays that were.
+    replayed: Vec<Moment>,
 }
 
 impl Graphs {
@@ -140,77 +148,83 @@ impl Graphs {
         self.captures.iter().find(|(at, _)| *at == stream).map(|(_, pool)| *pool)
     }
 
+    /// A block is given to a capture for a pool. Its graphs may be replayed on any stream, so nobody else may touch it any more.
+    fn take(&mut self, pool: PoolId, addr: Addr, bytes: u64) -> Moment {
+        let pool = self.pools.get_mut(&pool).unwrap();
+        self.watched.order().take(addr, bytes, Some(pool.replays.who)).unwrap();
+        pool.private.push((addr, bytes));
+        pool.replays
+    }
+
     /// Another thread begins each, as torch's would: one that begins a second capture has lost the first. It allocates before others
     /// do, which tells the heap whose capture its stream is in.
-    fn begin(&mut self, heap: &Heap, spy: &Spy, stream: Stream, graph: u64) {
+    fn begin(&mut self, heap: &Heap, stream: Stream, graph: u64) {
         let pool = PoolId { graph, user: 0 };
         if self.captures.len() == 2 || self.captures.iter().any(|(at, other)| *at == stream || *other == pool) {
             return;
         }
+        let watched = self.watched.clone();
+        let new = || Pool { replays: watched.order().graph(), private: Vec::new(), replayed: Vec::new() };
+        self.pools.entry(pool).or_insert_with(new);
         let begin = || {
             heap.begin_pool(pool);
-            spy.driver.begin_capture(stream).unwrap();
-            spy.model.lock().unwrap().capturing.push(stream);
+            self.driver.begin_capture(stream).unwrap();
             if let Ok(addr) = heap.allocate(512, stream) {
                 heap.free(addr).unwrap();
-                let mut model = spy.model.lock().unwrap();
-                assert_eq!((model.pool_at(addr, 512, Some(pool)), model.in_reach(addr, 512, None).is_some()), (None, false));
-                model.private.push((pool, addr, 512));
+                let replays = self.take(pool, addr, 512);
+                retire(&watched, Block { addr, bytes: 512, users: vec![stream], pins: 0, freed: true, replays: Some(replays) });
             }
         };
         std::thread::scope(|scope| scope.spawn(begin).join().unwrap());
         self.captures.push((stream, pool));
     }
 
-    fn end(&mut self, heap: &Heap, spy: &Spy, capture: usize, spoilt: bool) {
+    fn end(&mut self, heap: &Heap, capture: usize, spoilt: bool) {
         if self.captures.is_empty() {
             return;
         }
         let (stream, pool) = self.captures.remove(capture % self.captures.len());
         if spoilt {
-            spy.driver.stream_synchronize(stream).unwrap_err();
+            self.driver.stream_synchronize(stream).unwrap_err();
         }
-        let graph = spy.driver.end_capture(stream);
-        spy.model.lock().unwrap().capturing.retain(|at| *at != stream);
+        let graph = self.driver.end_capture(stream);
         heap.end_pool(pool);
         match graph {
             Ok(graph) => self.graphs.push((graph, pool)),
             Err(_) => {
                 assert!(spoilt, "the heap ended a capture");
-                self.release(heap, spy, pool);
+                self.release(heap, pool);
             }
         }
     }
 
-    fn replay(&mut self, spy: &Spy, graph: usize, stream: Stream) {
+    fn replay(&mut self, graph: usize, stream: Stream) {
         if self.graphs.is_empty() || self.pool_of(stream).is_some() {
             return;
         }
         let (graph, pool) = &self.graphs[graph % self.graphs.len()];
-        let position = spy.model.lock().unwrap().push(stream);
-        spy.driver.replay(graph, stream).unwrap();
-        self.replays.entry(*pool).or_default().insert(stream, position);
+        self.driver.replay(graph, stream).unwrap();
+        self.pools.get_mut(pool).unwrap().replayed.push(self.watched.order().work(stream));
     }
 
-    fn drop_one(&mut self, heap: &Heap, spy: &Spy, graph: usize) {
+    fn drop_one(&mut self, heap: &Heap, graph: usize) {
         if !self.graphs.is_empty() {
             let (_, pool) = self.graphs.swap_remove(graph % self.graphs.len());
-            self.release(heap, spy, pool);
+            self.release(heap, pool);
         }
     }
 
     /// With its last graph a pool's bytes are in reach of the replays that were, and of nothing else.
-    fn release(&mut self, heap: &Heap, spy: &Spy, pool: PoolId) {
+    fn release(&mut self, heap: &Heap, pool: PoolId) {
         heap.release_pool(pool);
         let uses = self.graphs.iter().map(|(_, pool)| pool).chain(self.captures.iter().map(|(_, pool)| pool));
         if uses.filter(|other| **other == pool).count() > 0 {
             return;
         }
-        let users: Vec<(Stream, u64)> = self.replays.remove(&pool).into_iter().flatten().collect();
-        let mut model = spy.model.lock().unwrap();
-        let (gone, kept) = std::mem::take(&mut model.private).into_iter().partition::<Vec<_>, _>(|(of, ..)| *of == pool);
-        model.private = kept;
-        model.past.extend(gone.into_iter().map(|(_, addr, bytes)| Past { addr, bytes, users: users.clone() }));
+        let gone = self.pools.remove(&pool).unwrap();
+        let mut order = self.watched.order();
+        order.is_over(gone.replays.who);
+        gone.private.iter().for_each(|(addr, bytes)| order.used(*addr, *bytes, &gone.replayed));
     }
 }
 
@@ -218,43 +232,32 @@ fn run(steps: &[Step], config: HeapConfig, context_events: bool) {
     let platform = HostPlatform::new(HostConfig { total_bytes: Some(64 << 30), ..HostConfig::default() });
     let driver = platform.driver(0).unwrap();
     driver.attach_context().unwrap();
-    let spy = Arc::new(Spy { driver: driver.clone(), model: Mutex::default() });
-    let (heap, source) = heap_over(spy.clone(), config, None);
+    let watched = Arc::new(Watched::new(driver.clone(), None));
+    let (heap, source) = heap_over(watched.clone(), config, None);
     heap.set_context_events(context_events);
     let mut limit = 8 * CHUNK;
     source.set_limit(limit);
-    let mut streams: Vec<Stream> = (0..4).map(|_| driver.stream_create().unwrap()).collect();
+    let mut streams: Vec<Stream> = (0..4).map(|_| watched.stream_create().unwrap()).collect();
     let mut blocks: Vec<Block> = Vec::new();
     let mut pins: Vec<(Pin, Addr)> = Vec::new();
     let mut stalls: Vec<(Stall, Stream)> = Vec::new();
-    let mut graphs = Graphs::default();
+    let mut graphs =
+        Graphs { driver: driver.clone(), watched: watched.clone(), captures: Vec::new(), graphs: Vec::new(), pools: HashMap::new() };
     for step in steps {
         match *step {
             Step::Allocate { stream, bytes } => {
                 let stream = streams[stream];
                 match heap.allocate(bytes, stream) {
                     Ok(addr) => {
-                        for other in &blocks {
-                            assert!(other.addr + other.bytes <= addr || addr + bytes <= other.addr, "{other:?} and {bytes} at {addr:#x}");
-                        }
                         let pool = graphs.pool_of(stream);
-                        let mut model = spy.model.lock().unwrap();
-                        // A graph may be replayed on any stream, so what it is given nobody may touch any more.
-                        if let Some((past, user)) = model.in_reach(addr, bytes, Some(stream).filter(|_| pool.is_none())) {
-                            panic!("{stream:?} got {bytes} at {addr:#x} for {pool:?}, which {user:?} may still touch: {past:?}");
-                        }
-                        assert_eq!(model.pool_at(addr, bytes, pool), None, "{stream:?} got {bytes} at {addr:#x} for {pool:?}");
+                        let replays = pool.map(|pool| graphs.take(pool, addr, bytes));
                         match pool {
-                            Some(pool) => model.private.push((pool, addr, bytes)),
-                            None => _ = model.push(stream),
-                        }
-                        drop(model);
-                        if pool.is_some() {
-                            driver.fill(addr, 7, bytes.min(64), stream).unwrap();
+                            Some(_) => driver.fill(addr, 7, bytes.min(64), stream).unwrap(),
+                            None => take(&watched, addr, bytes, stream),
                         }
                         let size = heap.block_at(addr + bytes - 1).unwrap().1;
                         assert!(size >= bytes);
-                        blocks.push(Block { addr, bytes, users: vec![stream], pins: 0, freed: false, pool });
+                        blocks.push(Block { addr, bytes, users: vec![stream], pins: 0, freed: false, replays });
                     }
                     Err(HeapError::OutOfMemory(figures)) => {
                         // Of a stream that does not come back some is lost where the context is not recorded. A capture keeps it
@@ -274,7 +277,7 @@ fn run(steps: &[Step], config: HeapConfig, context_events: bool) {
                     heap.free(blocks[at].addr).unwrap();
                     blocks[at].freed = true;
                     if blocks[at].pins == 0 {
-                        retire(&spy, blocks.swap_remove(at));
+                        retire(&watched, blocks.swap_remove(at));
                     }
                 }
             }
@@ -282,23 +285,13 @@ fn run(steps: &[Step], config: HeapConfig, context_events: bool) {
                 if graphs.pool_of(streams[stream]).is_some() => {}
             Step::Churn { stream, frees } => {
                 let stream = streams[stream];
-                let mut held: HashMap<Addr, u64> = HashMap::new();
                 for n in 0..frees {
                     // The same size twice would be the same block, which counts as no free.
                     let bytes = 512 << (n % 2);
                     let Ok(addr) = heap.allocate(bytes, stream) else { break };
                     heap.free(addr).unwrap();
-                    let mut model = spy.model.lock().unwrap();
-                    assert_eq!(model.pool_at(addr, bytes, None), None, "{stream:?} got {bytes} at {addr:#x}");
-                    if let Some((past, user)) = model.in_reach(addr, bytes, Some(stream)) {
-                        panic!("{stream:?} got {bytes} at {addr:#x}, which {user:?} may still touch: {past:?}");
-                    }
-                    model.push(stream);
-                    let most = held.entry(addr).or_default();
-                    *most = (*most).max(bytes);
-                }
-                for (addr, bytes) in held {
-                    retire(&spy, Block { addr, bytes, users: vec![stream], pins: 0, freed: true, pool: None });
+                    take(&watched, addr, bytes, stream);
+                    watched.order().give(addr, &[stream]);
                 }
             }
             Step::Record { block, stream, interior } => {
@@ -328,23 +321,18 @@ fn run(steps: &[Step], config: HeapConfig, context_events: bool) {
                     let at = blocks.iter().position(|block| block.addr == addr && block.pins > 0).unwrap();
                     blocks[at].pins -= 1;
                     if blocks[at].pins == 0 && blocks[at].freed {
-                        retire(&spy, blocks.swap_remove(at));
+                        retire(&watched, blocks.swap_remove(at));
                     }
                 }
             }
             Step::Stall { stream } => {
                 let stream = streams[stream];
-                let mut model = spy.model.lock().unwrap();
-                let position = model.push(stream);
-                model.stalled.push((stream, position));
+                watched.order().work(stream);
                 stalls.push((driver.stall(stream), stream));
             }
             Step::Resume { stall } => {
                 if !stalls.is_empty() {
-                    let at = stall % stalls.len();
-                    let (stall, _) = stalls.remove(at);
-                    // The model's stalls are in the same order.
-                    spy.model.lock().unwrap().stalled.remove(at);
+                    let (stall, _) = stalls.remove(stall % stalls.len());
                     stall.release();
                 }
             }
@@ -352,18 +340,8 @@ fn run(steps: &[Step], config: HeapConfig, context_events: bool) {
                 let old = streams[stream];
                 let stands = blocks.iter().any(|block| block.users.contains(&old));
                 if !stands && !stalls.iter().any(|(_, other)| *other == old) {
-                    let mut model = spy.model.lock().unwrap();
-                    let position = model.position.get(&old).copied().unwrap_or_default();
-                    // Only a stream that has run dry: the model knows streams by their handles.
-                    if model.may_be_done(old, position) {
-                        drop(model);
-                        driver.stream_synchronize(old).unwrap();
-                        driver.stream_destroy(old).unwrap();
-                        model = spy.model.lock().unwrap();
-                        model.after.remove(&old);
-                        drop(model);
-                        streams[stream] = driver.stream_create().unwrap();
-                    }
+                    driver.stream_destroy(old).unwrap();
+                    streams[stream] = watched.stream_create().unwrap();
                 }
             }
             Step::Trim { bytes } => _ = heap.trim(bytes),
@@ -373,28 +351,27 @@ fn run(steps: &[Step], config: HeapConfig, context_events: bool) {
                 limit = chunks * CHUNK;
                 source.set_limit(limit);
             }
-            Step::Capture { stream, pool } => graphs.begin(&heap, &spy, streams[stream], pool),
-            Step::EndCapture { capture, spoilt } => graphs.end(&heap, &spy, capture, spoilt),
-            Step::Replay { graph, stream } => graphs.replay(&spy, graph, streams[stream]),
-            Step::Drop { graph } => graphs.drop_one(&heap, &spy, graph),
+            Step::Capture { stream, pool } => graphs.begin(&heap, streams[stream], pool),
+            Step::EndCapture { capture, spoilt } => graphs.end(&heap, capture, spoilt),
+            Step::Replay { graph, stream } => graphs.replay(graph, streams[stream]),
+            Step::Drop { graph } => graphs.drop_one(&heap, graph),
         }
-        assert_eq!(spy.model.lock().unwrap().faults, Vec::<String>::new());
+        assert_eq!(watched.order().take_faults(), []);
         let allocated: u64 = blocks.iter().filter(|block| !block.freed).map(|block| block.bytes).sum();
         assert_eq!(heap.stats().all.requested_bytes.current, allocated);
         check_views(&heap, &source);
         assert_eq!(driver.misuse(), 0);
     }
     while !graphs.captures.is_empty() {
-        graphs.end(&heap, &spy, 0, false);
+        graphs.end(&heap, 0, false);
     }
     drop(stalls);
     for stream in &streams {
         driver.stream_synchronize(*stream).unwrap();
     }
-    spy.model.lock().unwrap().stalled.clear();
     heap.set_context_events(true);
     while !graphs.graphs.is_empty() {
-        graphs.drop_one(&heap, &spy, 0);
+        graphs.drop_one(&heap, 0);
     }
     pins.into_iter().for_each(|(pin, _)| heap.unpin(pin));
     blocks.iter().filter(|block| !block.freed).for_each(|block| heap.free(block.addr).unwrap());
@@ -428,13 +405,19 @@ fn longest_run(heap: &Heap, blocks: &[Block], over_chunks: bool) -> u64 {
     longest
 }
 
-/// Nobody holds the block any more.
-fn retire(spy: &Spy, block: Block) {
-    let mut model = spy.model.lock().unwrap();
-    // While its pool is private no replay is known to be the last: that is noted when the pool is released.
-    let own = usize::from(block.pool.is_some());
-    let users = block.users.iter().skip(own).map(|user| (*user, model.position.get(user).copied().unwrap_or_default())).collect();
-    model.past.push(Past { addr: block.addr, bytes: block.bytes, users });
+/// A stream has a block from here on, and has work for it.
+fn take(watched: &Watched, addr: Addr, bytes: u64, stream: Stream) {
+    let mut order = watched.order();
+    let who = order.who(stream);
+    order.take(addr, bytes, Some(who)).unwrap();
+    order.work(stream);
+}
+
+/// Nobody holds the block any more. While its pool is private no replay is known to be the last: that is noted when it is released.
+fn retire(watched: &Watched, block: Block) {
+    let mut order = watched.order();
+    order.give(block.addr, &block.users[usize::from(block.replays.is_some())..]);
+    order.used(block.addr, block.bytes, block.replays.as_slice());
 }
 
 proptest! {

@@ -6,6 +6,7 @@ mod heap_lab;
 use heap_lab::{Lab, CHUNK, KIB, MIB};
 use millpond_allocator::driver::Stream;
 use millpond_allocator::record::{self, Event, Kind};
+use millpond_allocator::replay::{recorded, Action};
 
 #[test]
 fn a_block_and_its_chunk_are_recorded_from_growth_to_trim() {
@@ -44,8 +45,12 @@ fn a_block_and_its_chunk_are_recorded_from_growth_to_trim() {
     let freed = of(Kind::Free);
     assert_eq!(
         freed.iter().map(|e| (e.addr, e.flags, e.value)).collect::<Vec<_>>(),
-        [(small, Event::PENDING, 3 * CHUNK), (large, Event::PENDING, 0)]
+        [(small, Event::PENDING | Event::ELSEWHERE, 3 * CHUNK), (large, Event::PENDING, 0)]
     );
+    assert_eq!(u64::from(freed[0].peer), allocated[1].stream, "the stream that was named");
+    let traces = recorded(&recording);
+    let frees: Vec<_> = traces[0].events.iter().filter(|event| event.action == Action::Free).map(|event| event.stream).collect();
+    assert_eq!(frees, [allocated[1].stream; 2], "a trace says it by the stream of the free");
     let mut reusable: Vec<_> = of(Kind::Reusable).iter().map(|e| e.addr).collect();
     reusable.sort_unstable();
     let mut both = [small, large];

@@ -284,12 +284,13 @@ fn a_replay_names_the_event_that_failed() {
     std::fs::write(&bad, format!("{head}1,0,free,0x2000,512,0\n")).unwrap();
     let run = |args: &[&str]| Command::new(program()).arg("replay").args(args).output().unwrap();
     let (good, bad) = (good.to_str().unwrap(), bad.to_str().unwrap());
-    assert!(text(&run(&[good])).contains("2 events; 1.0 MiB live at most"));
+    assert!(text(&run(&[good])).contains("2 events, 1 thread, 1 stream; 1.0 MiB live at most"));
     let (code, line) = complaint(&run(&[good, bad]));
-    assert!(code == 1 && line.contains("bad.csv: line 3:") && line.contains("0x2000"), "{line}");
+    assert!(code == 1 && line.contains("bad.csv: line 3: unknown free: ") && line.contains("0x2000"), "{line}");
     let output = run(&[bad, "--json"]);
     let value: Value = serde_json::from_slice(&output.stdout).unwrap();
-    assert_eq!((output.status.code(), value["traces"][0]["failed"][0]["line"].as_u64()), (Some(1), Some(3)));
+    let failed = &value["traces"][0]["failed"][0];
+    assert_eq!((output.status.code(), failed["line"].as_u64(), failed["rule"].as_str()), (Some(1), Some(3), Some("unknown free")));
     let (code, line) = complaint(&run(&["/no/such/trace.csv"]));
     assert!(code == 1 && line.starts_with("millpond: /no/such/trace.csv: No such file"), "{line}");
 }

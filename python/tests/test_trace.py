@@ -125,6 +125,33 @@ def test_a_recording_is_replayed_with_the_same_numbers(arena, tmp_path):
     assert all(again[key] == trace[key] for key in ("events", "peak_live", "peak_reserved", "growths", "ratio"))
 
 
+def test_a_replay_checks_order_and_names_what_failed(tmp_path):
+    path = tmp_path / "run.csv"
+    lines = [
+        "Thread,Time,Action,Pointer,Size,Stream",
+        "11,0,allocate,0x1000,8388608,0x10",
+        "12,0,free,0x1000,8388608,0x10",
+        "12,0,allocate,0x2000,8388608,0x20",
+    ]
+    path.write_text("\n".join(lines))
+    code, text, err = program("replay", path, "--json", "--repeat", "1")
+    (trace,) = json.loads(text)["traces"]
+    assert (code, err, trace["threads"], trace["streams"], trace["failed"]) == (0, "", 2, 2, [])
+    assert trace["checks"]["allocations"] == 6 and trace["checks"]["crossed"] >= 2 and trace["checks"]["waits"] >= 1
+    code, text, _ = program("replay", path, "--repeat", "1")
+    assert code == 0 and "3 events, 2 threads, 2 streams" in text and "6 allocations checked" in text and "0 events failed" in text
+
+    lines += ["12,0,free,0x1000,8388608,0x10", "11,0,allocate,0x2000,512,0x20", f"11,0,allocate,0x3000,{1 << 43},0x20"]
+    path.write_text("\n".join(lines))
+    code, text, err = program("replay", path, "--json", "--repeat", "1")
+    failed = json.loads(text)["traces"][0]["failed"]
+    assert code == 1
+    assert [(f["line"], f["rule"]) for f in failed] == [(5, "unknown free"), (6, "allocated twice"), (7, "failed allocation")]
+    assert err.splitlines()[0] == f"millpond: {path}: line 5: unknown free: the trace frees 0x1000, which is not live"
+    code, text, err = program("replay", path, "--repeat", "1")
+    assert code == 1 and "3 events failed" in text and "line 7: failed allocation: " in err
+
+
 def test_frames_are_taken_of_the_calling_thread_only_while_they_are_on(arena):
     library = _native.library()
 

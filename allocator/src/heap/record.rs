@@ -28,8 +28,12 @@ impl Inner {
     #[cold]
     fn write_block(&self, kind: Kind, index: u32, flags: u8, stack: u32) {
         let Some(info) = self.infos.get(index as usize) else { return };
+        let named = info.more.as_ref().and_then(|more| more.streams.last()).filter(|_| kind == Kind::Free);
+        // That of a stream that was seen capturing is no number that others know, and larger.
+        let elsewhere = named.and_then(|stream| u32::try_from(self.streams.id(*stream).0).ok());
         write(Event {
-            flags,
+            flags: if elsewhere.is_some() { flags | Event::ELSEWHERE } else { flags },
+            peer: elsewhere.unwrap_or_default(),
             addr: self.base + u64::from(info.offset) * GRANULE,
             bytes: info.requested,
             stream: self.streams.id(self.stream_of(info.place)).0,

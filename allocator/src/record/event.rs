@@ -10,7 +10,8 @@ pub enum Kind {
     /// A block was handed out: address, bytes asked for, stream; `value`: bytes allocated since.
     Allocate = 1,
     /// A block was given back: address, bytes asked for, stream; `value`: bytes allocated since. [`Event::PENDING`]: something still uses
-    /// it, and [`Kind::Reusable`] follows.
+    /// it, and [`Kind::Reusable`] follows. [`Event::ELSEWHERE`]: a stream other than its own is among what does, `peer`: which one (of
+    /// several, the one that was named last).
     Free = 2,
     /// Nothing uses the block any more.
     Reusable = 3,
@@ -67,7 +68,7 @@ pub struct Event {
     pub time: u64,
     /// What happened.
     pub kind: Kind,
-    /// Bits: [`Event::PENDING`], [`Event::ON_CPU`].
+    /// Bits: [`Event::PENDING`], [`Event::ON_CPU`], [`Event::ELSEWHERE`].
     pub flags: u8,
     /// The GPU as this process counts; -1: the host device; -2: none.
     pub device: i16,
@@ -92,6 +93,8 @@ impl Event {
     pub const PENDING: u8 = 1;
     /// A thread waited, not a stream.
     pub const ON_CPU: u8 = 2;
+    /// A stream other than the block's own uses it.
+    pub const ELSEWHERE: u8 = 4;
 
     /// An event of a kind on a device, now, with nothing else said.
     #[must_use]

@@ -4,17 +4,18 @@ use std::collections::{BTreeMap, HashSet};
 use std::io::{Result, Write};
 
 use super::{Action, Event, Recorder};
-use crate::record::{Kind, Recording};
+use crate::record::{self, Kind, Recording};
 
 /// What one process did on one device.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Recorded {
     /// The GPU as that process counts; -1: the host device.
     pub device: i16,
-    /// Its allocations and frees. A free of a block that was there before the recording is left out.
+    /// Its allocations and frees. A free of a block that was there before the recording is left out. One of a block that another stream
+    /// uses (`record_stream`) is on that stream.
     pub events: Vec<Event>,
-    /// Of each event: the thread, and the seconds since 1970.
-    pub when: Vec<(u32, f64)>,
+    /// Of each event: the seconds since 1970.
+    pub when: Vec<f64>,
 }
 
 /// The traces in a recording, one for each device.
@@ -32,9 +33,12 @@ pub fn recorded(recording: &Recording) -> Vec<Recorded> {
         let made = || Recorded { device: event.device, events: Vec::new(), when: Vec::new() };
         let of = devices.entry(event.device).or_insert_with(made);
         let nanoseconds = recording.began_wall.wrapping_add(event.time.wrapping_sub(recording.began));
-        of.when.push((event.thread, nanoseconds as f64 / 1e9));
+        of.when.push(nanoseconds as f64 / 1e9);
         let line = of.events.len() as u64 + 2;
-        of.events.push(Event { line, action, pointer: event.addr, bytes: event.bytes, stream: event.stream });
+        let (thread, elsewhere) = (u64::from(event.thread), event.kind == Kind::Free && event.flags & record::Event::ELSEWHERE != 0);
+        // The format's way to say that another stream uses the block till then.
+        let stream = if elsewhere { u64::from(event.peer) } else { event.stream };
+        of.events.push(Event { line, thread, action, pointer: event.addr, bytes: event.bytes, stream });
     }
     devices.into_values().collect()
 }
@@ -46,8 +50,8 @@ impl Recorded {
     /// What the writer says.
     pub fn write<W: Write + Send>(&self, out: W) -> Result<W> {
         let recorder = Recorder::new(out)?;
-        for (event, (thread, seconds)) in self.events.iter().zip(&self.when) {
-            recorder.write(u64::from(*thread), *seconds, event)?;
+        for (event, seconds) in self.events.iter().zip(&self.when) {
+            recorder.write(*seconds, event)?;
         }
         recorder.finish()
     }
@@ -59,7 +63,6 @@ mod tests {
 
     use super::super::parse;
     use super::*;
-    use crate::record;
 
     #[test]
     fn a_recording_becomes_a_trace_for_each_device() {
@@ -79,7 +82,7 @@ mod tests {
                 event(Kind::Grow, 0, 512),
                 event(Kind::Allocate, 0, 512),
                 event(Kind::Allocate, -1, 512),
-                event(Kind::Free, 0, 512),
+                record::Event { flags: record::Event::PENDING | record::Event::ELSEWHERE, peer: 0x40, ..event(Kind::Free, 0, 512) },
                 event(Kind::OutOfMemory, 0, 0),
             ],
             ..Recording::default()
@@ -88,6 +91,7 @@ mod tests {
         assert_eq!(traces.iter().map(|trace| (trace.device, trace.events.len())).collect::<Vec<_>>(), [(-1, 1), (0, 3)]);
         let text = String::from_utf8(traces[1].write(Vec::new()).unwrap()).unwrap();
         assert!(text.contains("\n9,01:00:02.000000,allocate,0x200,100,0x30\n"), "{text}");
+        assert!(text.contains("\n9,01:00:02.000000,free,0x200,100,0x40\n"), "on the stream that uses it too: {text}");
         assert_eq!(parse(&text).unwrap(), traces[1].events, "what is replayed is what is written");
     }
 }

@@ -26,6 +26,8 @@ pub enum Action {
 pub struct Event {
     /// Its line in the file, the header being 1.
     pub line: u64,
+    /// The thread, as a number of the program that was traced; 0 where the file has no such column.
+    pub thread: u64,
     /// What happened.
     pub action: Action,
     /// The block's address in the program that was traced.
@@ -52,17 +54,17 @@ pub fn read(path: &Path) -> Result<Vec<Event>, ReplayError> {
     parse(&text)
 }
 
-/// Reads the text of a trace. Columns are found by their names in the first line.
+/// Reads the text of a trace. Columns are found by their names in the first line; `Thread` may be missing.
 ///
 /// # Errors
 /// [`ReplayError::Parse`].
 pub fn parse(text: &str) -> Result<Vec<Event>, ReplayError> {
     let mut lines = (1..).zip(text.lines());
     let header: Vec<&str> = lines.next().map(|(_, line)| line.trim().split(',').map(str::trim).collect()).unwrap_or_default();
-    let column = |name: &str| {
-        let at = header.iter().position(|column| column.eq_ignore_ascii_case(name));
-        at.ok_or_else(|| ReplayError::Parse { line: 1, reason: format!("no column {name}: expected {HEADER}") })
-    };
+    let find = |name: &str| header.iter().position(|column| column.eq_ignore_ascii_case(name));
+    let column =
+        |name: &str| find(name).ok_or_else(|| ReplayError::Parse { line: 1, reason: format!("no column {name}: expected {HEADER}") });
+    let thread = find("Thread");
     let (action, pointer, bytes, stream) = (column("Action")?, column("Pointer")?, column("Size")?, column("Stream")?);
     let mut events = Vec::new();
     for (line, text) in lines.filter(|(_, text)| !text.trim().is_empty()) {
@@ -75,8 +77,10 @@ pub fn parse(text: &str) -> Result<Vec<Event>, ReplayError> {
             "free" | "deallocate" => Action::Free,
             other => return Err(bad("action", other)),
         };
+        let thread = thread.map_or("", field);
         events.push(Event {
             line,
+            thread: number(thread, 10).ok_or_else(|| bad("thread", thread))?,
             action,
             pointer: number(field(pointer), 16).ok_or_else(|| bad("pointer", field(pointer)))?,
             bytes: number(field(bytes), 10).ok_or_else(|| bad("size", field(bytes)))?,
@@ -110,11 +114,11 @@ impl<W: Write + Send> Recorder<W> {
         Ok(Self(Mutex::new(out)))
     }
 
-    /// Writes one event: the thread's number, seconds of the day, and what happened.
+    /// Writes one event: seconds of the day, and what happened.
     ///
     /// # Errors
     /// What the writer says.
-    pub fn write(&self, thread: u64, seconds: f64, event: &Event) -> std::io::Result<()> {
+    pub fn write(&self, seconds: f64, event: &Event) -> std::io::Result<()> {
         let action = match event.action {
             Action::Allocate => "allocate",
             Action::AllocateFailure => "allocate failure",
@@ -123,7 +127,7 @@ impl<W: Write + Send> Recorder<W> {
         let (whole, pointer) = (seconds as u64, if event.pointer == 0 { "(nil)".to_owned() } else { format!("{:#x}", event.pointer) });
         let (hours, minutes, rest) = (whole / 3600 % 24, whole / 60 % 60, seconds - (whole / 60 * 60) as f64);
         let mut out = self.0.lock();
-        writeln!(out, "{thread},{hours:02}:{minutes:02}:{rest:09.6},{action},{pointer},{},{:#x}", event.bytes, event.stream)
+        writeln!(out, "{},{hours:02}:{minutes:02}:{rest:09.6},{action},{pointer},{},{:#x}", event.thread, event.bytes, event.stream)
     }
 
     /// Ends the recording.
@@ -143,9 +147,13 @@ mod tests {
 
     #[test]
     fn other_text_is_refused_with_its_line() {
-        for (text, line) in
-            [("", 1), ("a,b\n", 1), (&format!("{HEADER}\n0,0,grow,0x1,1,0\n"), 2), (&format!("{HEADER}\n\n0,0,free,zz,1,0\n"), 3)]
-        {
+        for (text, line) in [
+            ("", 1),
+            ("a,b\n", 1),
+            (&format!("{HEADER}\n0,0,grow,0x1,1,0\n"), 2),
+            (&format!("{HEADER}\n\n0,0,free,zz,1,0\n"), 3),
+            (&format!("{HEADER}\nmain,0,free,0x1,1,0\n"), 2),
+        ] {
             match parse(text) {
                 Err(ReplayError::Parse { line: at, .. }) => assert_eq!(at, line, "{text}"),
                 other => panic!("{text}: {other:?}"),
@@ -156,13 +164,16 @@ mod tests {
     #[test]
     fn what_is_recorded_is_read() {
         let recorder = Recorder::new(Vec::new()).unwrap();
-        let event = |line, action, pointer, bytes| Event { line, action, pointer, bytes, stream: 0xabc0 };
+        let event = |line, action, pointer, bytes| Event { line, thread: 7, action, pointer, bytes, stream: 0xabc0 };
         let events = [event(2, Action::Allocate, 0x500, 7), event(3, Action::AllocateFailure, 0, 9), event(4, Action::Free, 0x500, 7)];
         for event in &events {
-            recorder.write(7, 3723.25, event).unwrap();
+            recorder.write(3723.25, event).unwrap();
         }
         let text = String::from_utf8(recorder.finish().unwrap()).unwrap();
         assert!(text.contains("\n7,01:02:03.250000,allocate,0x500,7,0xabc0\n"), "{text}");
         assert_eq!(parse(&text).unwrap(), events);
+        let without: Vec<&str> = text.lines().map(|line| line.split_once(',').unwrap().1).collect();
+        let threads = |text: &str| parse(text).unwrap().iter().map(|event| event.thread).collect::<Vec<_>>();
+        assert_eq!((threads(&text), threads(&without.join("\n"))), (vec![7; 3], vec![0; 3]), "the column may be missing");
     }
 }

@@ -1,8 +1,6 @@
 //! A heap over the host driver with small chunks, and what its tests need.
 #![allow(dead_code, unreachable_pub, clippy::unwrap_used, clippy::panic)]
 
-pub mod spy;
-
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 

@@ -6,7 +6,7 @@ use std::process::ExitCode;
 
 use clap::Args as ClapArgs;
 use millpond_allocator::heap::HeapConfig;
-use millpond_allocator::replay::{read, recorded, replay_often, Event, Recorded, Report};
+use millpond_allocator::replay::{read, recorded, replay_often, Checks, Event, Failure, Recorded, Report};
 use millpond_ipc::ledger::size;
 use millpond_ipc::owner::parse_bytes;
 use millpond_ipc::trace::{self, EXTENSION};
@@ -23,9 +23,20 @@ A trace is a log of RMM: CSV with the columns Thread,Time,Action,Pointer,Size,St
   $ millpond replay --record traces/ /tmp/run
 No memory is touched, so a trace of a larger machine runs on a smaller one.
 
-Exit code 1 where an event failed (its line is named), or a trace cannot be read.";
+Events run one after another in the order of the file, each on its own thread where the trace has several, so that blocks are freed
+by other threads than allocated them. A block that is freed on another stream than its own is in use there too.
 
-/// Replay allocation traces against the heap: what is reserved, what each call takes.
+Each trace is first replayed three times to be checked: no block over a live one (overlap); none handed to a stream, and no memory
+unmapped, but behind all work that had it (order), by what the heap asks of its driver: events recorded, waits queued, events seen to
+be over. Once as it is timed; once with memory so short that streams take each other's; once so short with streams that stay behind, so
+that they have to wait for each other. Then it is replayed --repeat times to be timed, with nothing checked.
+
+A time is one call's alone: neither the change of threads nor waiting for another thread's call is in it, so with many threads too it
+is what a call takes that has no rival. The first call after a change runs on another processor, whose caches are cold.
+
+Exit code 1 where an event failed (its line and the rule are named), or a trace cannot be read.";
+
+/// Replay allocation traces against the heap: whether it keeps order, what is reserved, what each call takes.
 #[derive(Debug, ClapArgs)]
 #[command(after_help = AFTER)]
 pub(crate) struct Args {
@@ -38,10 +49,10 @@ pub(crate) struct Args {
     /// The largest chunk. Default: as an owner has it.
     #[arg(long, value_name = "SIZE", value_parser = parse_bytes)]
     chunk_bytes: Option<u64>,
-    /// Replay each trace so often; times are of each call's median, which leaves out what else the machine did in one of them.
+    /// Time each trace so often; times are of each call's median, which leaves out what else the machine did in one of them.
     #[arg(long, value_name = "N", default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..=1000))]
     repeat: u32,
-    /// JSON: {"traces":[{"file","events","failed",…}]}.
+    /// JSON: {"traces":[{"file","events","failed":[{"line","rule","reason"}],"checks",…}]}.
     #[arg(long)]
     json: bool,
 }
@@ -98,6 +109,7 @@ pub(crate) fn run(args: &Args) -> ExitCode {
                 } else {
                     show(&file, &report);
                 }
+                name_failures(&file, &report);
             }
             Err(error) => {
                 ok = false;
@@ -118,22 +130,37 @@ pub(crate) fn run(args: &Args) -> ExitCode {
 }
 
 fn as_json(file: &str, report: &Report) -> Value {
-    let failed: Vec<Value> = report.failed.iter().map(|(line, reason)| json!({ "line": line, "reason": reason })).collect();
+    let failure = |f: &Failure| json!({ "line": f.line, "rule": f.rule.name(), "reason": f.reason });
+    let failed: Vec<Value> = report.failed.iter().map(failure).collect();
+    let Checks { allocations, crossed, waits } = report.checks;
+    let checks = json!({ "allocations": allocations, "crossed": crossed, "waits": waits });
     let ns = json!({ "p50": report.ns.p50, "p99": report.ns.p99, "p999": report.ns.p99_9, "max": report.ns.max });
     json!({
-        "file": file, "events": report.events, "failed": failed, "recorded_failures": report.recorded_failures,
+        "file": file, "events": report.events, "threads": report.threads, "streams": report.streams,
+        "failed": failed, "checks": checks, "recorded_failures": report.recorded_failures,
         "peak_live": report.peak_live, "peak_reserved": report.peak_reserved, "ratio": report.ratio, "ns": ns,
         "slowest": report.slowest, "longest_growth_ns": report.growth_ns, "growths": report.growths, "chunks": report.chunks,
     })
 }
 
 fn show(file: &str, report: &Report) {
-    let Report { events, peak_live, peak_reserved, ratio, growths, ns, .. } = report;
+    let Report { events, threads, streams, peak_live, peak_reserved, ratio, growths, ns, checks, .. } = report;
+    let many = |n: u64, what: &str| format!("{n} {what}{}", if n == 1 { "" } else { "s" });
     println!("{file}");
     println!(
-        "  {events} events; {} live at most, {} reserved for it ({ratio:.3} times) by {growths} growths",
+        "  {}, {}, {}; {} live at most, {} reserved for it ({ratio:.3} times) by {growths} growths",
+        many(*events, "event"),
+        many(*threads, "thread"),
+        many(*streams, "stream"),
         size(*peak_live),
         size(*peak_reserved)
+    );
+    println!(
+        "  {} checked, {} of them where another stream had work; {} for other streams; {} failed",
+        many(checks.allocations, "allocation"),
+        checks.crossed,
+        many(checks.waits, "wait"),
+        many(report.failed.len() as u64, "event")
     );
     println!(
         "  p50 {} ns, p99 {} ns, p99.9 {} ns, longest {} ns; longest with a growth {} ns",
@@ -142,8 +169,11 @@ fn show(file: &str, report: &Report) {
     if report.recorded_failures > 0 {
         println!("  {} allocations failed when it was recorded; they are left out", report.recorded_failures);
     }
-    for (line, reason) in report.failed.iter().take(NAMED) {
-        eprintln!("millpond: {file}: line {line}: {reason}");
+}
+
+fn name_failures(file: &str, report: &Report) {
+    for failure in report.failed.iter().take(NAMED) {
+        eprintln!("millpond: {file}: {failure}");
     }
     if report.failed.len() > NAMED {
         eprintln!("millpond: {file}: and {} more", report.failed.len() - NAMED);

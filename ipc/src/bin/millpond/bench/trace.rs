@@ -26,11 +26,9 @@ pub(super) fn measure(plan: &Plan<'_>) -> Figures {
 }
 
 fn one(events: &[Event]) -> Result<Value, String> {
-    // The first run warms the code.
-    replay(events, HeapConfig::default()).map_err(text)?;
     let report = replay(events, HeapConfig::default()).map_err(text)?;
-    if let Some((line, why)) = report.failed.first() {
-        return Err(format!("line {line}: {why}"));
+    if let Some(failure) = report.failed.first() {
+        return Err(failure.to_string());
     }
     let ns = report.ns;
     Ok(json!({
