@@ -181,6 +181,14 @@ fn one_export_many_readers_in_any_order_and_deaths_in_between() {
     }
 }
 
+struct SetAtEnd<'a>(&'a AtomicBool);
+
+impl Drop for SetAtEnd<'_> {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::Release);
+    }
+}
+
 /// cuda-python#2784: exports on several threads while chunks go back, channels close and the client leaves. (That none of it comes to a
 /// driver's call on memory that is gone is modelled elsewhere; here real threads run into each other.)
 #[test]
@@ -212,6 +220,8 @@ fn exports_beside_every_way_to_close() {
     };
     let closed = |error: &Error| matches!(error, Error::Closed(_) | Error::OutOfMemory(_));
     std::thread::scope(|scope| {
+        // Where this fails, the others end too.
+        let _over = SetAtEnd(&over);
         let (received, over, sent) = (&received, &over, &sent);
         let (received_on, reader) = (received_on, b.clone());
         scope.spawn(move || {
@@ -269,9 +279,11 @@ fn exports_beside_every_way_to_close() {
         let last: Vec<_> = (4..=5)
             .map(|byte| {
                 let send = &send;
+                let end = Instant::now() + BOUND;
                 scope.spawn(move || loop {
                     match send(byte) {
-                        Ok(()) | Err(Error::OutOfMemory(_)) => {}
+                        Ok(()) | Err(Error::OutOfMemory(_)) if Instant::now() < end => {}
+                        Ok(()) => break Error::Timeout("it goes on".to_owned()),
                         Err(error) => break error,
                     }
                 })
