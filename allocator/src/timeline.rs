@@ -18,6 +18,9 @@ use crate::futex;
 /// releases them all.
 pub const POISON: u64 = 1 << 62;
 
+/// More than a client can have named beyond what its streams had reached: each is a write that a driver has queued.
+const LIFE: u64 = 1 << 28;
+
 /// One timeline in shared memory, on a cache line of its own.
 #[repr(C, align(64))]
 #[derive(Debug, Default)]
@@ -83,10 +86,13 @@ impl Word {
         futex::nap(std::ptr::from_ref(&self.value) as u64, seen, at_most);
     }
 
-    /// Takes the poison away when the slot gets a new client; values go on from the last true one.
+    /// Takes the poison away when the slot gets a new client. Values go on above every one that the dead client ever named: a stream
+    /// that has yet to come to its wait for one of those is not held up by it, and no value is named a second time.
     pub fn revive(&self) -> u64 {
-        let last = self.last_true.load(Ordering::Acquire);
-        let _ = self.value.compare_exchange(POISON, last, Ordering::AcqRel, Ordering::Acquire);
+        let next = self.last_true.load(Ordering::Acquire).saturating_add(LIFE);
+        if next < POISON {
+            let _ = self.value.compare_exchange(POISON, next, Ordering::AcqRel, Ordering::Acquire);
+        }
         self.value()
     }
 }
@@ -316,7 +322,10 @@ mod tests {
         word.poison();
         assert_eq!((word.reached(5), word.reached(6)), (Reached::Yes, Reached::Never));
         assert!(word.value() >= POISON);
-        assert_eq!(word.revive(), 5);
-        assert_eq!(word.reached(6), Reached::No);
+        assert_eq!(word.revive(), 5 + LIFE);
+        assert_eq!(word.reached(6 + LIFE), Reached::No);
+        word.store(POISON - 2);
+        word.poison();
+        assert_eq!((word.revive(), word.reached(POISON - 2)), (POISON, Reached::Yes), "a word that is used up stays poisoned");
     }
 }

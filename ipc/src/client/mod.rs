@@ -3,6 +3,7 @@
 mod adopt;
 mod channel;
 mod device;
+mod due;
 mod error;
 mod events;
 mod fault;
@@ -181,8 +182,9 @@ impl Client {
             opened.heap.trim(u64::MAX);
             opened.drop_unused(|window, chunk| self.imports.uses(window, chunk, None));
         }
-        let _ = self.shared.link.call(Request::Detach, Duration::from_secs(2));
+        // Before the owner hears of it: whoever is refused by it from here on is refused since this client leaves.
         self.shared.left.store(true, Ordering::Release);
+        let _ = self.shared.link.call(Request::Detach, Duration::from_secs(2));
         *self.wake.lock() = None;
         self.shared.events.close();
         self.shared.link.notice(Notice::Stop);

@@ -157,7 +157,7 @@ impl Client {
 
     fn peer_died(&self, peer: &Peer, cause: Option<Cause>) {
         record::died(peer);
-        self.imports.died(peer.client, cause);
+        self.imports.died(peer, cause);
         self.office.died(peer);
         self.pidfds.lock().remove(&peer.serial);
         let mut gone = Vec::new();
