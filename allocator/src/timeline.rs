@@ -241,6 +241,7 @@ impl Timelines {
 
 #[cfg(test)]
 mod tests {
+    use super::word::LIFE;
     use super::*;
 
     #[test]
@@ -252,8 +253,11 @@ mod tests {
         word.poison();
         assert_eq!((word.reached(5), word.reached(6)), (Reached::Yes, Reached::Never));
         assert!(word.value() >= POISON);
-        assert_eq!(word.revive(), 5);
-        assert_eq!(word.reached(6), Reached::No);
+        assert_eq!(word.revive(), 5 + LIFE);
+        assert_eq!(word.reached(6 + LIFE), Reached::No);
+        word.store(POISON - 2);
+        word.poison();
+        assert_eq!((word.revive(), word.reached(POISON - 2)), (POISON, Reached::Yes), "a word that is used up stays poisoned");
     }
 
     #[test]
@@ -262,9 +266,9 @@ mod tests {
         word.store(5);
         word.poison();
         word.store(u64::MAX);
-        assert_eq!(word.revive(), 5);
-        word.store(6);
+        assert_eq!(word.revive(), 5 + LIFE);
+        word.store(6 + LIFE);
         word.poison();
-        assert_eq!((word.reached(6), word.reached(7)), (Reached::Yes, Reached::Never));
+        assert_eq!((word.reached(6 + LIFE), word.reached(7 + LIFE)), (Reached::Yes, Reached::Never));
     }
 }

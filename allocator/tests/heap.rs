@@ -418,6 +418,27 @@ fn trim_leaves_what_queued_work_can_reach() {
     assert_eq!(lab.heap.trim(u64::MAX), 0, "a chunk that is partly used stays");
 }
 
+/// Free bytes of several streams, and bytes that another stream was recorded on, are one chunk's all the same.
+#[test]
+fn a_chunk_is_owed_whoever_its_free_bytes_wait_for() {
+    let lab = Lab::new();
+    let (one, two) = (lab.stream(), lab.stream());
+    let blocks = [lab.alloc(MIB, one), lab.alloc(MIB, one), lab.touch(CHUNK, two)];
+    lab.freeze();
+    // The second stream gets the rest of the first one's chunk.
+    lab.driver.stream_synchronize(two).unwrap();
+    let other = lab.alloc(2 * MIB, two);
+    let stalls = [lab.driver.stall(one), lab.driver.stall(two)];
+    lab.heap.record_stream(blocks[0], two).unwrap();
+    let pin = lab.heap.pin(blocks[1]).unwrap();
+    [blocks[0], blocks[1], other].into_iter().for_each(|block| lab.free(block));
+    let held = lab.heap.give_way(u64::MAX);
+    lab.heap.unpin(pin);
+    assert_eq!((held, lab.heap.give_way(u64::MAX)), (lab.reserved() - CHUNK, lab.reserved()), "a receiver's block is not on its way");
+    drop(stalls);
+    lab.tick_until("all to go back", || lab.reserved() == 0);
+}
+
 #[test]
 fn trim_gives_back_no_more_than_it_was_asked_for() {
     let lab = Lab::new();
@@ -578,7 +599,8 @@ fn a_growth_that_cannot_be_mapped_leaves_nothing_behind() {
 fn a_mapping_failure_is_reported() {
     let lab = Lab::new();
     (1..4).for_each(|nth| lab.driver.fail_nth(HostCall::Map, nth, CuResult::INVALID_VALUE));
-    assert!(matches!(lab.heap.allocate(MIB, Stream::LEGACY), Err(HeapError::Driver(_))));
+    let Err(HeapError::Failed(said)) = lab.heap.allocate(MIB, Stream::LEGACY) else { panic!("it was mapped") };
+    assert!(said.starts_with("1.00 MiB could not be allocated on host memory (HOST-0). ") && said.contains("(1)"), "{said}");
     assert_eq!(lab.reserved(), 0);
     lab.driver.fail_nth(HostCall::Map, 1, CuResult::OUT_OF_MEMORY);
     lab.alloc(MIB, Stream::LEGACY);
@@ -661,8 +683,10 @@ fn the_peak_of_split_pieces_outlives_them_until_it_is_reset() {
     assert_eq!(lab.heap.inactive_split().1.peak, 0);
 }
 
+/// 10^5 blocks, and as many frees, over eight threads: no two that live share a byte.
 #[test]
 fn many_threads_on_many_streams_share_no_byte() {
+    const TURNS: u64 = 12_500;
     let lab = Lab::new();
     let taken: Mutex<BTreeMap<u64, u64>> = Mutex::default();
     let handed: Mutex<Vec<u64>> = Mutex::default();
@@ -672,7 +696,7 @@ fn many_threads_on_many_streams_share_no_byte() {
             let (lab, taken, handed) = (&lab, &taken, &handed);
             scope.spawn(move || {
                 let (mut dice, mut live) = (Dice(seed), Vec::new());
-                for turn in 0..2_500 {
+                for turn in 0..TURNS {
                     let bytes = 1 + dice.roll(if turn % 50 == 0 { 2 * CHUNK } else { 300 * KIB });
                     let block = lab.alloc(bytes, *stream);
                     {
@@ -716,7 +740,7 @@ fn many_threads_on_many_streams_share_no_byte() {
     });
     handed.into_inner().unwrap().into_iter().for_each(|block| lab.free(block));
     lab.tick_until("all blocks", || lab.heap.stats().all.active.current == 0);
-    assert_eq!(lab.heap.stats().all.allocation.allocated, 8 * 2_500);
+    assert_eq!(lab.heap.stats().all.allocation.allocated, 8 * TURNS);
     lab.heap.empty_cache();
     assert_eq!(lab.reserved(), 0);
 }

@@ -10,7 +10,7 @@ use std::sync::Arc;
 use heap_lab::Words;
 use millpond_allocator::driver::host::{HostConfig, HostPlatform};
 use millpond_allocator::driver::Driver;
-use millpond_allocator::timeline::{Reached, Signal, Slots, TimelineError, Timelines};
+use millpond_allocator::timeline::{Reached, Signal, Slots, TimelineError, TimelineMemory, Timelines};
 
 #[test]
 fn devices_of_one_process_share_the_words() {
@@ -96,4 +96,38 @@ fn registered_memory_is_to_outlive_its_timelines() {
     let words = Arc::new(Words::default());
     drop(Timelines::new(driver, words.clone(), Arc::new(Slots::new(0, 8))).unwrap());
     assert!(words.1.load(std::sync::atomic::Ordering::Relaxed), "it is to stay mapped, since it is still registered");
+}
+
+/// A stream that stood behind a dead client's value, which its poison released, is not taken to stand behind the next client's.
+#[test]
+fn what_a_dead_client_named_is_never_named_again() {
+    let platform = HostPlatform::new(HostConfig::default());
+    let driver = platform.driver(0).unwrap();
+    driver.attach_context().unwrap();
+    let words = Arc::new(Words::default());
+    let waiting = Timelines::new(driver.clone(), words.clone(), Arc::new(Slots::new(0, 8))).unwrap();
+    let life = || Timelines::new(driver.clone(), words.clone(), Arc::new(Slots::new(8, 1))).unwrap();
+    let [maker, stream] = [(); 2].map(|()| driver.stream_create().unwrap());
+    let stall = driver.stall(maker);
+    let dead = life();
+    let named: Vec<Signal> = (0..3).map(|_| dead.signal(maker).unwrap()).collect();
+    assert_eq!(waiting.wait(stream, named[2]), Ok(true));
+    let word = words.word(8).unwrap();
+    word.poison();
+    word.wake();
+    driver.stream_synchronize(stream).unwrap();
+    // Another stream comes to its wait only when the slot is another's: see below.
+    word.revive();
+    let next_maker = driver.stream_create().unwrap();
+    let next_stall = driver.stall(next_maker);
+    let next = life().signal(next_maker).unwrap();
+    assert!(next.timeline == named[2].timeline && named.iter().all(|signal| signal.value < next.value), "{named:?}, {next:?}");
+    assert_eq!(waiting.wait(stream, next), Ok(true), "it is taken to stand behind that already");
+    assert!(!driver.stream_query(stream).unwrap());
+    let late = driver.stream_create().unwrap();
+    driver.wait_value(late, words.range().0 as u64 + 64 * 8, named[2].value).unwrap();
+    driver.stream_synchronize(late).unwrap();
+    drop(next_stall);
+    driver.stream_synchronize(stream).unwrap();
+    drop(stall);
 }

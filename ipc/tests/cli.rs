@@ -294,3 +294,30 @@ fn a_replay_names_the_event_that_failed() {
     let (code, line) = complaint(&run(&["/no/such/trace.csv"]));
     assert!(code == 1 && line.starts_with("millpond: /no/such/trace.csv: No such file"), "{line}");
 }
+
+/// WSL2 has no memory that is shared as a file descriptor (rmm#1029): an arena is refused by name, before anything is made.
+#[test]
+fn a_driver_without_memory_to_share_is_refused_by_name() {
+    let folder = std::env::temp_dir().join(format!("millpond-no-fds-{}", std::process::id()));
+    std::fs::create_dir_all(&folder).unwrap();
+    let stub = concat!(env!("CARGO_MANIFEST_DIR"), "/../allocator/src/driver/cuda/stub.c");
+    let mut compile = Command::new("cc");
+    compile.args(["-shared", "-fPIC", "-w", "-DPOSIX_FD=0", stub, "-o"]).arg(folder.join("libcuda.so.1"));
+    if !compile.status().is_ok_and(|status| status.success()) {
+        eprintln!("skipped, not run: no C compiler for the stub driver");
+        return;
+    }
+    let mut serve = Command::new(program());
+    serve.args(["serve", "--driver", "cuda", "--json", "--socket-dir"]).arg(&folder).env("LD_LIBRARY_PATH", &folder);
+    let output = serve.env("CUDA_MPS_PIPE_DIRECTORY", &folder).stdin(Stdio::null()).output().unwrap();
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert!(!output.status.success() && !String::from_utf8_lossy(&output.stdout).contains("\"key\""), "{output:?}");
+    assert!(said.contains("Stub A (GPU-b0b0") && said.contains("memory that can be shared as a file descriptor"), "{said}");
+    // Where it is not asked for, the host is served alone, and it is said why no GPU is.
+    let mut doctor = Command::new(program());
+    let output =
+        doctor.args(["doctor", "--json"]).env("LD_LIBRARY_PATH", &folder).env("CUDA_MPS_PIPE_DIRECTORY", &folder).output().unwrap();
+    let said = String::from_utf8_lossy(&output.stdout);
+    assert!(said.contains("memory that can be shared as a file descriptor"), "{said}");
+    std::fs::remove_dir_all(&folder).unwrap();
+}

@@ -1,5 +1,5 @@
 """The doors on a GPU: the canary of the GPU tier, tickets, torch.multiprocessing, the real pyisolate and comfy-env."""
-from harness import GPU, Parent, Skip, check, equal, test, worker
+from harness import GPU, Parent, Skip, check, equal, test, until, worker
 
 
 @worker
@@ -120,6 +120,54 @@ def torch_multiprocessing_carries_gpu_tensors():
     check(len(data) < 2000, "an offset", len(data))
     same = ForkingPickler.loads(io.BytesIO(data).getvalue())
     equal(same.data_ptr(), tensor.data_ptr(), "the same memory")
+    millpond.torch.uninstall_reducer()
+    p.close()
+
+
+def doubles_what_comes(inbox, outbox):
+    """The other end of a queue, in a process that `spawn` started."""
+    import torch
+
+    while True:
+        tensor = inbox.get(timeout=60)
+        if tensor is None:
+            return
+        tensor.mul_(2)
+        torch.cuda.synchronize()
+        outbox.put((str(tensor.device), float(tensor.double().sum())))
+        del tensor
+
+
+@test(timeout=80)
+def a_real_queue_carries_gpu_tensors():
+    """torch.multiprocessing's Queue between two processes: arena tensors go by ticket, are written in place over there, and come back to
+    their producer when the reader has let go."""
+    import torch.multiprocessing as mp
+
+    p = Parent()
+    torch, millpond = p.torch, p.millpond
+    millpond.torch.install_reducer()
+    context = mp.get_context("spawn")
+    there, back = context.Queue(), context.Queue()
+    process = context.Process(target=doubles_what_comes, args=(there, back), daemon=True)
+    process.start()
+    copied = millpond.counters()["copied_bytes"]
+    large = torch.arange(1 << 22, device="cuda", dtype=torch.float32)
+    expected = 2 * float(large.double().sum())
+    there.put(large)
+    equal(back.get(timeout=70), ("cuda:0", expected), "all of it")
+    equal(float(large.double().sum()), expected, "written in place")
+    there.put(large.view(2048, 2048).t()[3:5])
+    got = back.get(timeout=60)
+    equal(float(large.view(2048, 2048).t()[3:5].double().sum()), got[1], "a view of it")
+    check(float(large[0]) == 0 and float(large[2]) == 4, "and no more than the view", large[:6])
+    equal(millpond.counters()["copied_bytes"], copied, "bytes that were copied")
+    equal(millpond.torch.reducer_counts()["tickets"], 2)
+    there.put(None)
+    process.join(30)
+    equal(process.exitcode, 0)
+    del large
+    until(lambda: p.mine("leased_out") == 0, 5, lambda: f"still leased out: {p.arena.ledger()}")
     millpond.torch.uninstall_reducer()
     p.close()
 

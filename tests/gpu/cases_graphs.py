@@ -3,7 +3,7 @@ import gc
 import shutil
 import threading
 
-from harness import Parent, Skip, check, equal, raises, test, until, worker
+from harness import Parent, Skip, at_once, check, equal, raises, test, until, worker
 
 MIB, GIB = 1 << 20, 1 << 30
 
@@ -331,6 +331,20 @@ def pool_segments_return():
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     until(lambda: p.mine("allocated") == 0, 5, lambda: f"with its tensors gone too: {p.mine('allocated')}")
+    # Each segment that torch got it has freed, once: of a pool that is gone, on whatever thread.
+    count = lambda: {key: p.millpond._native.control("stats", device=0)[f"allocation.all.{key}"] for key in ("allocated", "freed")}  # noqa: E731
+    equal(count()["allocated"], count()["freed"], "calls of malloc and of free")
+    before_threads = count()["allocated"]
+    with p.millpond.torch.pool() as made:
+        theirs = [torch.ones(30 * MIB, dtype=torch.uint8, device="cuda") for _ in range(6)]
+    torch.cuda.synchronize()
+    at_once(3, lambda number: [theirs.pop() for _ in range(2)])
+    del made
+    gc.collect()
+    torch.cuda.empty_cache()
+    until(lambda: p.mine("allocated") == 0, 5, lambda: f"freed by other threads: {p.mine('allocated')}")
+    check(count()["allocated"] > before_threads, "the pool got nothing")
+    equal(count()["allocated"], count()["freed"], "calls of malloc and of free, with other threads")
     with p.millpond.torch.pool():
         again = torch.full((60 * MIB,), 5, dtype=torch.uint8, device="cuda")
     equal(int(again.sum(dtype=torch.int64)), 5 * 60 * MIB, "another pool")

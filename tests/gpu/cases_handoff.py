@@ -1,5 +1,9 @@
 """Hand-off between two processes: every type, views, sizes, order, who frees what, and what it costs."""
+import ctypes
 import os
+import platform
+import signal
+import struct
 import subprocess
 import sys
 import time
@@ -236,6 +240,67 @@ def written_in_place():
     if GPU:
         equal(back.data_ptr(), t.data_ptr(), "its own memory comes back as such")
     conn.send(None)
+    p.close()
+
+
+#: Of x86_64 and aarch64: ptrace, process_vm_readv. (pidfd_getfd is 438 everywhere.)
+CALLS = {"x86_64": (101, 310), "aarch64": (117, 270)}
+
+
+def lock():
+    """From here on whatever this process starts, and itself, is killed where it takes a descriptor out of another process, or looks into it."""
+    numbers = (438, *CALLS.get(platform.machine(), ()))
+    code = [(0x20, 0, 0, 0)]  # the system call's number
+    code += [(0x15, len(numbers) - n, 0, number) for n, number in enumerate(numbers)]  # is it this one: to the end
+    code += [(0x06, 0, 0, 0x7FFF0000), (0x06, 0, 0, 0x80000000)]  # allow; kill the process
+    filters = ctypes.create_string_buffer(b"".join(struct.pack("=HBBI", *one) for one in code))
+    program = struct.pack("@HP", len(code), ctypes.addressof(filters))
+    libc = ctypes.CDLL(None)
+    if libc.prctl(38, 1, 0, 0, 0) or libc.prctl(22, 2, ctypes.c_char_p(program), 0, 0):
+        raise Skip("no system call filter may be set here")
+
+
+@worker
+def locked_maker(conn):
+    import torch
+
+    conn.recv(timeout=60).add_(1)
+    sync(torch)
+    mine = torch.full((4 * MIB,), 3, dtype=torch.uint8, device="cuda") if GPU else __import__("millpond").empty((4 * MIB,), "uint8", kind="t").fill_(3)
+    sync(torch)
+    conn.send(mine)
+    # Nothing of ours that is mapped needs its descriptor any more, and a receiver needs none of ours.
+    memory = {fd: path for fd, path in ((fd, os.readlink(f"/proc/self/fd/{fd}")) for fd in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{fd}")) if path.startswith("/memfd:millpond")}
+    for fd in memory:
+        os.close(int(fd))
+    conn.send(len(memory))
+    conn.recv(timeout=60)
+    os._exit(0)
+
+
+@test(host=True)
+def transfers_where_no_process_may_take_a_descriptor():
+    """pidfd_getfd is refused in many containers, and a sender may have closed what it sent: here who tries is killed, the maker closes
+    its descriptors before the receiver maps, and both ways work."""
+    lock()
+    libc = ctypes.CDLL(None)
+    child = os.fork()
+    if child == 0:
+        libc.syscall(438, 0, 0, 0)
+        os._exit(0)
+    equal(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), -signal.SIGSYS, "the lock locks")
+    p = Parent()
+    torch = p.torch
+    conn = p.worker(locked_maker)
+    t = arena_bytes(p, 4 * MIB)
+    t.fill_(1)
+    conn.send(t)
+    ref = conn.recv(timeout=60, lazy=True)
+    check(conn.recv(timeout=60) >= 1, "it closed nothing")
+    theirs = ref.wait(timeout=30).value()
+    equal((int(theirs.sum(dtype=torch.int64)), int(t.sum(dtype=torch.int64))), (3 * 4 * MIB, 2 * 4 * MIB), "there and back")
+    conn.send("end")
+    equal(conn.process.wait(30), 0)
     p.close()
 
 

@@ -132,12 +132,13 @@ class Parent:
         conn.process = process
         return conn
 
-    def workers(self, function, n):
-        """Starts n workers at once: their channels, in the order in which they came."""
+    def workers(self, function, n, **env):
+        """Starts n workers at once: their channels, in the order in which they came. Of a variable that is a list each has its own."""
         command = [sys.executable, SUITE, "--worker", function.__name__]
-        environment = self.arena.worker_env(function.__name__, MILLPOND_TEST_DRIVER=DRIVER)
         started = {}
-        for _ in range(n):
+        for number in range(n):
+            own = {name: value[number] if isinstance(value, list) else value for name, value in env.items()}
+            environment = self.arena.worker_env(function.__name__, MILLPOND_TEST_DRIVER=DRIVER, **own)
             process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL)
             self.processes.append(process)
             started[process.pid] = process
@@ -145,6 +146,7 @@ class Parent:
         for _ in range(n):
             conn = self.arena.accept(timeout=60)
             conn.process = started[conn.peer.pid]
+            conn.number = list(started).index(conn.peer.pid)
             conns.append(conn)
         return conns
 

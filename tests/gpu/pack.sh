@@ -1,6 +1,7 @@
 #!/bin/sh
 # Builds what a GPU machine without Rust needs and lays it out in .carry/ (or DEST):
 #   bin/millpond, bin/millpond-conformance, bin/millpond-micro   the programs
+#   bin/contract_steps, bin/owner_tests                           tests of Rust's that run on a GPU too
 #   python/millpond/ with libmillpond_torch.so inside            the package
 #   benches/traces/                                               the traces that bench replays
 #   gpu/                                                          these scripts
@@ -12,14 +13,24 @@ profile=${PROFILE:-release}
 cd "$root"
 if [ "$profile" = release ]; then built=release; else built=debug; fi
 cargo build --profile "$profile" ${CARGO_FLAGS:-} -p millpond-torch -p millpond-ipc -p millpond-tests --features millpond-ipc/cli
+# Of two test programs: where cargo put them.
+tests=$(cargo test --no-run --profile "$profile" ${CARGO_FLAGS:-} -p millpond-tests -p millpond-ipc --features millpond-ipc/cli \
+    --test contract_steps --test owner --message-format json | sed -n 's/.*"executable":"\([^"]*\)".*/\1/p')
 target=${CARGO_TARGET_DIR:-target}/$built
 rm -rf "$dest"
 mkdir -p "$dest/bin" "$dest/python"
 cp -r python/millpond "$dest/python/"
 find "$dest/python" -name __pycache__ -type d -prune -exec rm -rf {} +
 cp "$target/millpond" "$target/millpond-conformance" "$target/millpond-micro" "$dest/bin/"
+for program in $tests; do
+    case $(basename "$program") in
+    contract_steps-*) cp "$program" "$dest/bin/contract_steps" ;;
+    owner-*) cp "$program" "$dest/bin/owner_tests" ;;
+    esac
+done
 cp "$target/libmillpond_torch.so" "$dest/python/millpond/"
 cp -r tests/gpu "$dest/gpu"
+cp docs/reproductions/interprocess_event_hang.py "$dest/gpu/"
 mkdir "$dest/benches"
 cp -r benches/traces "$dest/benches/"
 # Probes that need neither nvcc nor CUDA's headers, where a C++ compiler is.

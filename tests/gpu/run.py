@@ -11,11 +11,11 @@ import tempfile
 import time
 
 HERE = os.path.dirname(os.path.abspath(__file__))
-STAGES = "conformance micro bench demo stress torch".split()
+STAGES = "conformance micro contract bench demo stress torch".split()
 #: Only where --only names it: it has no room beside the others.
 APART = ["stress"]
 #: Seconds for each stage: (quick, full). What a stage leaves over goes to the later ones.
-LIMITS = {"conformance": (45, 75), "micro": (35, 110), "stress": (40, 130), "torch": (90, 290), "bench": (30, 150), "demo": (25, 45)}
+LIMITS = {"conformance": (45, 75), "micro": (35, 110), "contract": (25, 45), "stress": (40, 130), "torch": (90, 290), "bench": (30, 150), "demo": (25, 45)}
 TOTAL = (172, 565)
 FIRST_LINES = 30
 #: Of a line of figures on the screen; the log has all of it.
@@ -213,6 +213,10 @@ class Runner:
         owner = ["--owner", os.path.join(self.bin, "millpond")]
         self.json_of("micro", [os.path.join(self.bin, "millpond-micro"), "--driver", self.options.driver, *owner, *self.quick()])
 
+    def contract(self):
+        command = [sys.executable, os.path.join(HERE, "contract.py"), "--driver", self.options.driver, "--bin", self.bin, *self.quick()]
+        self.json_of("contract", command)
+
     def stress(self):
         kills, seconds = (25, 30) if self.options.quick else (100, 100)
         command = [os.path.join(self.bin, "millpond"), "stress", "--driver", self.options.driver, "--workers", "4"]
@@ -349,7 +353,7 @@ def short(value):
 def figures(results):
     """The figures that matter, one line each."""
     lines = []
-    for stage in ("micro", "stress", "torch", "bench"):
+    for stage in ("micro", "contract", "stress", "torch", "bench"):
         for name, value in (results.get(stage, {}).get("figures") or {}).items():
             lines.append(f"{stage}  {name}: {short(value)}")
     demo = results.get("demo", {})

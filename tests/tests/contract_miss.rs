@@ -124,3 +124,55 @@ fn a_full_device_says_who_holds_what_too() {
     let text = arena.client("late").heap(Place::Host).unwrap().allocate(CHUNK, Stream::LEGACY).unwrap_err().to_string();
     assert!(text.contains("the driver says") && text.contains(&format!("Held by hog (pid {}): 32.00 MiB", hog.said.pid())), "{text}");
 }
+
+/// Asks until it has a block: what the refusals before said. They end when the driver's failures do, so nothing of one sticks.
+fn until_allocated(worker: &mut Worker, bytes: u64) -> Vec<String> {
+    let mut said = Vec::new();
+    while said.len() < 10 {
+        match worker.tell(&format!("alloc {bytes}")) {
+            answer if answer.starts_with("ok") => return said,
+            answer => said.push(answer),
+        }
+    }
+    panic!("it never has one: {said:?}")
+}
+
+/// A call of the driver's that fails otherwise than for lack of memory: in the owner, which makes memory, and in a client, which maps it.
+#[test]
+fn a_driver_that_fails_says_sizes_and_who_holds_what_and_nothing_sticks() {
+    let fails = |call: &str, from: u32| (from..from + 4).map(|n| format!("{call}:{n}:999")).collect::<Vec<_>>().join(",");
+    let sizes = |text: &str, hog: &Worker| {
+        assert!(text.starts_with("err Internal 24.00 MiB could not be allocated on host memory (HOST-0). "), "{text}");
+        assert!(text.contains("This process has 16.00 MiB allocated and 16.00 MiB reserved from millpond's arena."), "{text}");
+        assert!(text.contains(&format!("hog (pid {}): 32.00 MiB", hog.said.pid())) && text.contains("(999)"), "{text}");
+    };
+    // The hog's chunk is the first that the owner makes, and the small block's the second.
+    let arena = Arena::with_vars(8 * CHUNK, CHUNK, &[("MILLPOND_HOST_FAIL", &fails("create", 3))]);
+    let (mut hog, mut late) = (arena.worker("hog"), arena.worker("late"));
+    hog.ok(&format!("alloc {CHUNK}"));
+    late.ok(&format!("alloc {}", 16 * MIB));
+    let said = until_allocated(&mut late, 24 * MIB);
+    assert!(!said.is_empty(), "nothing failed");
+    for text in &said {
+        sizes(text, &hog);
+        assert!(text.contains("The owner has 48.00 MiB reserved on HOST-0 of its limit of 256.00 MiB; 24.00 MiB were asked"), "{text}");
+    }
+    arena.settles_at(CHUNK + 40 * MIB);
+
+    for call in ["map", "set_access"] {
+        let arena = Arena::with(8 * CHUNK, CHUNK);
+        let mut hog = arena.worker("hog");
+        let mut late = arena.worker_with("late", &[("MILLPOND_HOST_FAIL", &fails(call, 2))]);
+        hog.ok(&format!("alloc {CHUNK}"));
+        late.ok(&format!("alloc {}", 16 * MIB));
+        let said = until_allocated(&mut late, 24 * MIB);
+        assert!(!said.is_empty(), "nothing failed");
+        for text in &said {
+            sizes(text, &hog);
+            assert!(text.contains(&format!("could not be mapped, and went back: {call}: ")), "{text}");
+        }
+        arena.settles_at(CHUNK + 40 * MIB);
+        late.ok("fill 1 7");
+        late.ok("checkblock 1 7");
+    }
+}

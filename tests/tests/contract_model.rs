@@ -23,6 +23,23 @@ mod tally;
 #[path = "model/timeline.rs"]
 mod timeline;
 
+/// As much of the control memory as `due.rs` looks at.
+mod control {
+    pub(crate) use super::timeline::Memory as Control;
+
+    pub(crate) const TIMELINES_PER_CLIENT: usize = 1;
+
+    #[derive(Debug)]
+    pub(crate) struct Cause;
+}
+
+mod wire {
+    pub(crate) struct Peer {
+        pub(crate) client: u32,
+        pub(crate) serial: u64,
+    }
+}
+
 /// For the sources that sleep on a word: in a model nobody sleeps.
 mod futex {
     use std::time::Duration;

@@ -1,4 +1,5 @@
-//! Every step of the contract, and every way in which a process can end there.
+//! Every step of the contract, and every way in which a process can end there. On the host driver, and where `MILLPOND_TEST_DRIVER` is
+//! `cuda` on a GPU (tests/gpu/run.sh, stage `contract`).
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
 mod common;
@@ -75,7 +76,7 @@ struct Pair {
 
 /// Brings a new pair to a step. `a` produces, `b` consumes. `early`: before the producer blocks, it forks.
 fn bring(arena: &Arena, Case { step, freed, .. }: Case, early: bool) -> Pair {
-    let (mut a, mut b) = (arena.worker("a"), arena.worker("b"));
+    let (mut a, mut b) = arena.pair("a", "b");
     let (ab, ba) = link(&mut a, &mut b);
     let bytes = if step == Step::Export { 512 } else { MIB };
     a.ok(&format!("alloc {bytes} 1"));

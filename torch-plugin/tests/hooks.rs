@@ -10,8 +10,9 @@ use millpond_torch::segments;
 use millpond_torch::state;
 use millpond_torch::tensor::millpond_deallocate;
 use millpond_torch::torch::{
-    millpond_pool_id, millpond_pool_malloc, millpond_torch_begin_allocate_stream_to_pool, millpond_torch_begin_allocate_to_pool,
-    millpond_torch_end_allocate_stream_to_pool, millpond_torch_end_allocate_to_pool, millpond_torch_release_pool,
+    millpond_free, millpond_pool_id, millpond_pool_malloc, millpond_torch_begin_allocate_stream_to_pool,
+    millpond_torch_begin_allocate_to_pool, millpond_torch_end_allocate_stream_to_pool, millpond_torch_end_allocate_to_pool,
+    millpond_torch_release_pool,
 };
 
 const HOST: i32 = -1;
@@ -87,6 +88,26 @@ fn captures_are_known_from_begin_to_end_and_segments_from_malloc_to_free() {
     assert!(millpond_pool_malloc(1 << 40, HOST, stream(0)).is_null(), "no room: null, and torch goes on");
     assert_eq!(millpond_deallocate(segment), 0);
     assert!(!segments::any());
+
+    // A pool that ends: torch frees each of its segments once, on whatever thread, and each goes back.
+    let counts = || {
+        let stats = control(r#"{"op": "stats", "device": -1}"#);
+        ["allocated", "freed", "current"].map(|count| stats[format!("allocation.all.{count}")].as_u64().unwrap())
+    };
+    let [allocated, freed, _] = counts();
+    assert_eq!(allocated, freed);
+    let taken: Vec<u64> = std::thread::scope(|scope| {
+        let take = || (0..5).map(|_| millpond_pool_malloc(1 << 20, HOST, stream(0)) as u64).collect::<Vec<_>>();
+        let threads: Vec<_> = (0..4).map(|_| scope.spawn(take)).collect();
+        threads.into_iter().flat_map(|thread| thread.join().unwrap()).collect()
+    });
+    assert_eq!((taken.contains(&0), counts()), (false, [allocated + 20, freed, 20]));
+    std::thread::scope(|scope| {
+        for segments in taken.chunks(7) {
+            scope.spawn(|| segments.iter().for_each(|segment| millpond_free(*segment as *mut c_void, 1 << 20, HOST, stream(0))));
+        }
+    });
+    assert_eq!((segments::any(), counts()), (false, [allocated + 20, freed + 20, 0]));
     control(r#"{"op": "detach"}"#);
     control(r#"{"op": "stop_inline"}"#);
 }

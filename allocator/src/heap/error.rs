@@ -68,9 +68,16 @@ pub enum HeapError {
         /// The address.
         addr: Addr,
     },
+    /// This process has left the arena.
+    #[error("this process has left the arena: it has what was free in it then, and can have no more")]
+    Left,
     /// The owner cannot be reached, so the arena cannot grow.
     #[error("the arena cannot grow: {0}")]
     Unreachable(String),
+    /// No memory, for another reason than that there is none: a driver's call failed, here or in the owner. With the sizes, and who
+    /// holds what; the heap works on.
+    #[error("{0}")]
+    Failed(String),
     /// The driver's answer.
     #[error(transparent)]
     Driver(#[from] DriverError),

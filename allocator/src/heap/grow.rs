@@ -8,7 +8,7 @@ use crate::record::{self, Kind};
 use crate::tlsf::{Domain, GRANULE};
 use crate::window::{Chunk, WindowError};
 
-use super::error::HeapError;
+use super::error::{human, HeapError};
 use super::source::GrowError;
 use super::{Heap, Inner, Request};
 
@@ -67,8 +67,24 @@ impl Heap {
         };
         granted.map_err(|error| match error {
             GrowError::OutOfMemory { limit, detail, .. } => self.out_of_memory(request.bytes, Some(limit), detail),
+            GrowError::Failed(why) => self.failed(request.bytes, &why),
+            GrowError::Left => HeapError::Left,
             GrowError::Unreachable(why) => HeapError::Unreachable(why),
         })
+    }
+
+    /// A growth that failed, but not for lack of memory.
+    fn failed(&self, asked: u64, why: &str) -> HeapError {
+        let inner = self.whole();
+        let device = self.driver.device();
+        HeapError::Failed(format!(
+            "{} could not be allocated on {} ({}). {why} This process has {} allocated and {} reserved from millpond's arena.",
+            human(asked),
+            device.name,
+            device.id,
+            human(inner.meter.allocated_bytes()),
+            human(inner.meter.reserved_bytes())
+        ))
     }
 
     /// What the heap itself has to say of a lack of memory, with who holds what.
@@ -106,7 +122,11 @@ impl Heap {
             Err(WindowError::Driver(error)) if error.is_out_of_memory() => {
                 self.out_of_memory(request.bytes, None, self.with_holders(&format!("{error}.")))
             }
-            Err(WindowError::Driver(error)) => HeapError::Driver(error),
+            Err(WindowError::Driver(error)) => {
+                let bytes: u64 = given.iter().map(|chunk| chunk.bytes).sum();
+                let why = format!("{} that the owner granted could not be mapped, and went back: {error}.", human(bytes));
+                self.failed(request.bytes, &self.with_holders(&why))
+            }
             Err(error) => HeapError::Unreachable(error.to_string()),
             Ok(()) => HeapError::Unreachable("a chunk lies beyond the 2 TiB of a window that blocks can lie in".to_owned()),
         })

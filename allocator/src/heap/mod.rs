@@ -110,6 +110,8 @@ pub struct Heap {
     captures: AtomicUsize,
     /// One growth at a time; nothing that gives memory back takes it.
     growing: Mutex<()>,
+    /// Chunks that a trim took are handed back before the next trim looks.
+    trimming: Mutex<()>,
     /// The one that grows waits for other processes to give way. A hint, looked at again and again.
     pressing: AtomicBool,
     inner: Lock<Inner>,
@@ -182,6 +184,7 @@ impl Heap {
             limit: AtomicU64::new(u64::MAX),
             captures: AtomicUsize::new(0),
             growing: Mutex::new(()),
+            trimming: Mutex::new(()),
             pressing: AtomicBool::new(false),
             inner: Lock::new(inner),
         }

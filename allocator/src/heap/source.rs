@@ -18,6 +18,12 @@ pub enum GrowError {
         /// Who holds them, for people.
         detail: String,
     },
+    /// The owner could not make it, and says why: not that there is none.
+    #[error("{0}")]
+    Failed(String),
+    /// This process has left the arena.
+    #[error("this process has left the arena")]
+    Left,
     /// The owner is gone or does not answer.
     #[error("{0}")]
     Unreachable(String),

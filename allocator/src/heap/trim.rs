@@ -14,6 +14,8 @@ impl Heap {
     /// Gives back free chunks that no queued work can reach, up to about `bytes`; returns how many bytes went back. What
     /// streams may still use goes later, from [`Heap::tick`].
     pub fn trim(&self, bytes: u64) -> u64 {
+        // Who finds nothing to give back knows that nothing is on its way by another thread: its process may leave.
+        let _trimming = self.trimming.lock();
         let taken = {
             let mut inner = self.whole();
             inner.streams.poll();
@@ -120,21 +122,38 @@ impl Inner {
             if sum >= bytes {
                 break;
             }
-            let Some((domain, mark)) = self.tlsf.region(*offset).and_then(|region| region.free) else { continue };
-            // A private pool's bytes may be in use by a graph, whatever their mark.
-            let Some(place) = self.places.iter().find(|place| place.domain == domain).filter(|place| place.is_shared()) else { continue };
-            if self.streams.done(place.stream) < mark {
-                later = later.saturating_add(chunk.bytes);
-                self.streams.want(place.stream);
-            } else if self.tlsf.remove_region(*offset).is_ok() {
+            let Some(region) = self.tlsf.region(*offset) else { continue };
+            let over = region.free.is_some_and(|(domain, mark)| {
+                // A private pool's bytes may be in use by a graph, whatever their mark.
+                let place = self.places.iter().find(|place| place.domain == domain).filter(|place| place.is_shared());
+                place.is_some_and(|place| self.streams.done(place.stream) >= mark)
+            });
+            if over && self.tlsf.remove_region(*offset).is_ok() {
                 sum += chunk.bytes;
                 taken.push(*chunk);
+            } else if let Some(stream) = self.left_to(*offset) {
+                later = later.saturating_add(u64::from(region.granules) * GRANULE);
+                self.streams.want(stream);
             }
         }
         self.forget_chunks(&taken);
         self.trim_wanted = bytes.saturating_sub(sum).min(later);
         taken
     }
+
+    /// Where nobody has a block of a region, nor a receiver one, and no private pool: a stream whose work it waits for.
+    fn left_to(&self, region: u32) -> Option<u32> {
+        let mut stream = None;
+        for (index, block) in self.tlsf.indexed_blocks(region) {
+            let place = match block.used {
+                true => self.infos.get(index as usize).filter(|info| info.freed && info.pins == 0).map(|info| info.place as usize),
+                false => self.places.iter().position(|place| place.domain == block.domain),
+            };
+            stream = Some(place.and_then(|place| self.places.get(place)).filter(|place| place.is_shared())?.stream);
+        }
+        stream
+    }
+
     /// The books without chunks whose regions are gone.
     pub(super) fn forget_chunks(&mut self, gone: &[Chunk]) {
         for chunk in gone {

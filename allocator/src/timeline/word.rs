@@ -9,6 +9,9 @@ use crate::futex;
 /// releases them all.
 pub const POISON: u64 = 1 << 62;
 
+/// More than a client can have named beyond what its streams had reached: each is a write that a driver has queued.
+pub(super) const LIFE: u64 = 1 << 28;
+
 /// One timeline in shared memory, on a cache line of its own.
 #[repr(C, align(64))]
 #[derive(Debug, Default)]
@@ -80,18 +83,16 @@ impl Word {
         futex::nap(std::ptr::from_ref(&self.value) as u64, seen, at_most);
     }
 
-    /// Takes the poison away when the slot gets a new client; values go on from the last true one. Only the owner does, while nobody else
-    /// writes here. What a dead client has scribbled over either word ends with it.
+    /// Takes the poison away when the slot gets a new client. Values go on above every one that the dead client ever named: a stream
+    /// that has yet to come to its wait for one of those is not held up by it, and no value is named a second time. Only the owner does,
+    /// while nobody else writes here. What the dead has scribbled over the value ends with it; a word that is used up stays poisoned.
     pub fn revive(&self) -> u64 {
         let now = self.value();
-        if now < POISON {
-            self.last_true.store(now, Ordering::Relaxed);
+        let next = self.last_true.load(Ordering::Relaxed).saturating_add(LIFE);
+        if now < POISON || next >= POISON {
             return now;
         }
-        let last = self.last_true.load(Ordering::Relaxed);
-        let last = if last < POISON { last } else { 0 };
-        self.last_true.store(last, Ordering::Relaxed);
-        self.value.store(last, Ordering::Release);
-        last
+        self.value.store(next, Ordering::Release);
+        next
     }
 }

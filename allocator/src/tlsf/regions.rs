@@ -102,8 +102,13 @@ impl Tlsf {
 
     /// The blocks of the region that starts at `region_offset`, by address; none if there is no such region.
     pub fn blocks(&self, region_offset: u32) -> impl Iterator<Item = Block> + '_ {
+        self.indexed_blocks(region_offset).map(|(_, block)| block)
+    }
+
+    /// [`Tlsf::blocks`], each with the index of its handle.
+    pub fn indexed_blocks(&self, region_offset: u32) -> impl Iterator<Item = (u32, Block)> + '_ {
         let first = self.regions.get(&region_offset).map_or(NIL, |region| region.first);
-        self.chain(first).map(|index| self.nodes[index].block())
+        self.chain(first).map(|index| (index, self.nodes[index].block()))
     }
 
     /// The nodes of a region by address, from `first`.

@@ -80,6 +80,9 @@ pub(super) struct Frame {
     /// Signals: (timeline, value).
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub(super) ready: Vec<(u32, u64)>,
+    /// Of those that another client than the sender is to give: (which of the signals, that client's serial).
+    #[serde(rename = "by", default, skip_serializing_if = "Vec::is_empty")]
+    pub(super) makers: Vec<(u32, u64)>,
     /// The tensors that the tree numbers.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub(super) tensors: Vec<Descriptor>,

@@ -117,6 +117,8 @@ impl From<HeapError> for Error {
         match error {
             HeapError::OutOfMemory(_) => Self::OutOfMemory(error.to_string()),
             HeapError::Foreign { .. } => Self::InvalidArgument(error.to_string()),
+            HeapError::Failed(why) => Self::Internal(why),
+            HeapError::Left => Self::Closed(error.to_string()),
             HeapError::Unreachable(_) => Self::OwnerDied,
             HeapError::Driver(error) => Self::Driver(error),
         }

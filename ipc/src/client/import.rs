@@ -10,11 +10,13 @@ use millpond_allocator::window::{Chunk, Epochs};
 use parking_lot::Mutex;
 
 use super::device::Opened;
+use super::due::Due;
 use super::error::Error;
 use super::fault::{self, Fault};
 use super::lease::HoldRef;
 use super::record;
-use crate::control::{Cause, Claim, Control, TIMELINES_PER_CLIENT};
+use crate::control::{Cause, Claim, Control};
+use crate::wire::Peer;
 
 /// One value that was received.
 #[derive(Debug, Clone)]
@@ -27,7 +29,7 @@ pub(super) struct Import {
     pub(super) bytes: u64,
     pub(super) epochs: Vec<Epochs>,
     /// READY: what must be reached before the bytes are what was sent.
-    pub(super) ready: Vec<Signal>,
+    pub(super) ready: Vec<Due>,
     /// Mapped without write access, and forwarded so.
     pub(super) read_only: bool,
     /// Where it is mapped here, once it is.
@@ -347,13 +349,12 @@ impl Imports {
     }
 
     /// A client died. What it was to make ready and has not never will be; that is told now, while its timelines' last true
-    /// values stand.
-    pub(super) fn died(&self, dead: u32, cause: Option<Cause>) {
+    /// values stand. Where its slot is another's by now, what that one is to make ready has nothing to do with it.
+    pub(super) fn died(&self, dead: &Peer, cause: Option<Cause>) {
         let mut slab = self.slab.lock();
         for import in slab.entries.iter_mut().filter_map(|entry| entry.1.as_mut()) {
-            let (theirs, others): (Vec<_>, Vec<_>) = import.ready.iter().partition(|s| s.timeline / TIMELINES_PER_CLIENT as u32 == dead);
-            let reached = |s: &Signal| self.control.timeline(s.timeline).is_some_and(|word| word.reached(s.value) == Reached::Yes);
-            if !theirs.iter().all(reached) {
+            let (theirs, others): (Vec<Due>, Vec<Due>) = import.ready.iter().partition(|due| due.is_of(dead));
+            if !theirs.iter().all(|due| due.look(&self.control) == Reached::Yes) {
                 (import.lost, import.cause) = (true, import.cause.or(cause));
             }
             import.ready = others;

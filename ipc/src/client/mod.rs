@@ -3,6 +3,7 @@
 mod adopt;
 mod channel;
 mod device;
+mod due;
 mod error;
 mod events;
 mod fault;
@@ -174,10 +175,13 @@ impl Client {
             return;
         }
         self.departures.finish(&self.shared.pins);
+        self.shared.leases.reap();
+        // What stays is the owner's only when this process ends.
+        self.devices.iter().filter_map(Device::if_open).for_each(|opened| _ = opened.heap.empty_cache());
         // What was let go of is done soon, where its streams are.
         let until = Instant::now() + PARTING;
         let settled = || self.devices.iter().filter_map(Device::if_open).all(|opened| opened.timelines.is_settled());
-        while (self.imports.any_parting() || !settled()) && Instant::now() < until {
+        while (self.imports.any_parting() || self.owes() || !settled()) && Instant::now() < until {
             self.tick_devices();
             std::thread::sleep(Duration::from_millis(1));
         }
@@ -189,8 +193,9 @@ impl Client {
                 opened.drop_unused(|window, chunk| self.imports.uses(window, chunk, None));
             }
         }
-        let _ = self.shared.link.call(Request::Detach, Duration::from_secs(2));
+        // Before the owner hears of it: whoever is refused by it from here on is refused since this client leaves.
         self.shared.left.store(true, Ordering::Release);
+        let _ = self.shared.link.call(Request::Detach, Duration::from_secs(2));
         // Until the connection ends the slot is ours. A malloc that was writing our row there is over when its heap's lock has been had.
         self.devices.iter().filter_map(Device::if_open).for_each(|opened| opened.heap.set_leased_in(0));
         *self.wake.lock() = None;

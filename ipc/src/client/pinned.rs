@@ -16,6 +16,7 @@ use millpond_allocator::window::Window;
 use parking_lot::Mutex;
 
 use super::device::{Device, Opened};
+use super::due::Due;
 use super::error::Error;
 use super::receive::deadline;
 use super::{Client, Place};
@@ -207,7 +208,11 @@ impl Client {
         let (way, queued) = self.shared.pins.start(&driver, range, from, &chunks, stream, |step| {
             let Step::Before(end) = step else { return Ok(()) };
             while let Some((_, signal)) = pieces.get(next).filter(|_| next == 0 || pieces.get(next - 1).is_some_and(|p| p.0 < done + end)) {
-                self.await_until(*signal, until)?;
+                // The value's READY is the last signals of the same timelines. One that is not there was reached when it came.
+                match held.ready.iter().find(|due| due.signal.timeline == signal.timeline) {
+                    Some(last) => self.await_due(&held, Due { signal: *signal, ..*last }, until)?,
+                    None => self.await_until(*signal, until)?,
+                }
                 next += 1;
             }
             Ok(())

@@ -75,6 +75,14 @@ impl Client {
         })
     }
 
+    /// The name of a device: the host is the first host device, another one goes by its identity.
+    pub(super) fn place_of(&self, device: &Device) -> Place {
+        match self.devices.iter().find(|device| device.is_host()) {
+            Some(host) if host.id == device.id => Place::Host,
+            _ => Place::Device(device.id),
+        }
+    }
+
     /// The heap of a device; opens the device at first use.
     ///
     /// # Errors

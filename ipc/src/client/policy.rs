@@ -6,7 +6,7 @@ use super::device::CALL_TIMEOUT;
 use super::error::Error;
 use super::import::Import;
 use super::{millis, Client};
-use crate::control::{Cause, Control, TIMELINES_PER_CLIENT};
+use crate::control::{Cause, Control};
 use crate::wire::{Peer, Request};
 
 impl Client {
@@ -35,8 +35,7 @@ impl Client {
 
     /// Why a value will never be ready.
     pub(super) fn died(&self, import: &Import) -> Error {
-        let slots = import.ready.iter().map(|signal| signal.timeline / TIMELINES_PER_CLIENT as u32);
-        let cause = import.cause.or_else(|| slots.filter_map(|slot| self.shared.control.cause_of(slot)).map(|(_, cause)| cause).next());
+        let cause = import.cause.or_else(|| import.ready.iter().find_map(|due| due.cause(&self.shared.control)));
         let why = cause.map(|cause| format!(" ({cause})")).unwrap_or_default();
         Error::PeerDied(format!(
             "the process that made this value died{why} before it was ready ({} bytes, received from {}): its bytes are not what was to be \

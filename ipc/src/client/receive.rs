@@ -9,13 +9,14 @@ use serde_json::value::RawValue;
 
 use super::channel::{Channel, Descriptor, Frame, NOWHERE, UNCOUNTED};
 use super::device::{Device, Opened, Range};
+use super::due::{serial_of, slot_of, Due};
 use super::error::Error;
 use super::fault::{self, Fault};
 use super::import::Import;
 use super::link::LONGEST;
 use super::record::{self, now_if_on};
 use super::{Client, Place};
-use crate::control::{Count, Tier, TIMELINES_PER_CLIENT};
+use crate::control::{Count, Tier};
 use crate::wire::Peer;
 
 /// A tensor that was received.
@@ -125,7 +126,7 @@ impl Client {
                 sender: sender.name.clone(),
             };
             let handle = self.imports.add(import)?;
-            let place = if device.is_host() { Place::Host } else { Place::Device(device.id) };
+            let place = self.place_of(device);
             tensors.push(Incoming { addr: 0, bytes: descriptor.bytes, import: handle, place, read_only: descriptor.read_only });
             if options.lazy {
                 continue;
@@ -140,25 +141,25 @@ impl Client {
     }
 
     /// The signals of a value that are not reached yet, and whether one never will be.
-    fn not_ready(&self, frame: &Frame, descriptor: &Descriptor, sender: &Peer) -> Result<(Vec<Signal>, bool), Error> {
+    fn not_ready(&self, frame: &Frame, descriptor: &Descriptor, sender: &Peer) -> Result<(Vec<Due>, bool), Error> {
         let (mut left, mut lost) = (Vec::new(), false);
         for number in &descriptor.ready {
             let (timeline, value) = frame.ready.get(*number as usize).copied().ok_or_else(|| {
                 Error::Protocol(format!("{} sent a value that names signal {number} of {}", sender.name, frame.ready.len()))
             })?;
-            let word =
-                self.shared.control.timeline(timeline).ok_or_else(|| {
-                    Error::Protocol(format!("{} sent a signal of timeline {timeline}, which does not exist", sender.name))
-                })?;
-            // A sender that died long ago: what its timelines say now may be another client's.
-            let slot = timeline / TIMELINES_PER_CLIENT as u32;
-            let row = self.shared.control.client(slot).and_then(|cell| cell.read());
-            let another = slot == sender.client && row.is_some_and(|row| row.serial != sender.serial);
-            match word.reached(value) {
-                _ if another => lost = true,
+            let control = &self.shared.control;
+            if control.timeline(timeline).is_none() {
+                return Err(Error::Protocol(format!("{} sent a signal of timeline {timeline}, which does not exist", sender.name)));
+            }
+            let signal = Signal { timeline, value };
+            // A sender is who its channel says; of another's signal, that it passed on, it says itself who is to give it.
+            let named = || frame.makers.iter().find(|(of, _)| of == number).map(|(_, serial)| *serial);
+            let maker = if slot_of(signal) == sender.client { Some(sender.serial) } else { named() };
+            let due = Due { signal, maker: maker.or_else(|| serial_of(control, slot_of(signal))).unwrap_or_default() };
+            match due.look(control) {
                 Reached::Yes => {}
                 Reached::Never => lost = true,
-                Reached::No => left.push(Signal { timeline, value }),
+                Reached::No => left.push(due),
             }
         }
         Ok((left, lost))
@@ -182,20 +183,15 @@ impl Client {
         let identify = || stream.map(|stream| opened.identify(stream)).transpose();
         // Asked once, but not before a wait that may take long.
         let on = if on_cpu { None } else { stream.zip(identify()?) };
-        for signal in import.ready.iter().filter(|_| !fault::is(Fault::SkipReadyWait)) {
+        for due in import.ready.iter().filter(|_| !fault::is(Fault::SkipReadyWait)) {
             match on {
-                Some((stream, id)) => match opened.timelines.wait_as(stream, id, *signal) {
+                Some(_) if due.look(&self.shared.control) == Reached::Never => return Err(self.died(&import)),
+                Some((stream, id)) => match opened.timelines.wait_as(stream, id, due.signal) {
                     Err(TimelineError::Dead(_)) => return Err(self.died(&import)),
-                    Ok(true) => record::stream_waits(&opened, stream, *signal),
+                    Ok(true) => record::stream_waits(&opened, stream, due.signal),
                     waits => drop(waits?),
                 },
-                None => self.await_until(*signal, until).map_err(|error| {
-                    if matches!(error, Error::PeerDied(_)) {
-                        self.died(&import)
-                    } else {
-                        error
-                    }
-                })?,
+                None => self.await_due(&import, *due, until)?,
             }
         }
         let on = if on_cpu { stream.zip(identify()?) } else { on };
@@ -256,10 +252,7 @@ impl Client {
             return Err(self.died(&import));
         }
         let deadline = deadline(timeout);
-        import.ready.iter().try_for_each(|signal| {
-            self.await_until(*signal, deadline)
-                .map_err(|error| if matches!(error, Error::PeerDied(_)) { self.died(&import) } else { error })
-        })
+        import.ready.iter().try_for_each(|due| self.await_due(&import, *due, deadline))
     }
 
     /// Lets go of an import. Never blocks, never calls the driver; DONE follows on the GPU's time.
@@ -330,7 +323,7 @@ impl Client {
         self.check_alive()?;
         let (device, bytes, read_only) = self.imports.with(handle, |import| (import.device, import.bytes, import.read_only))?;
         let device = self.device_at(device)?;
-        let (place, stream) = if device.is_host() { (Place::Host, None) } else { (Place::Device(device.id), Some(stream)) };
+        let (place, stream) = (self.place_of(device), (!device.is_host()).then_some(stream));
         let addr = self.open_import(handle, stream, wait, None)?;
         Ok(Incoming { addr, bytes, import: handle, place, read_only })
     }
@@ -387,22 +380,35 @@ impl Client {
     /// Waits on the CPU. If nobody is left who could signal, the owner's poison ends this, or where there is no owner, the
     /// tender's.
     pub(super) fn await_until(&self, signal: Signal, deadline: Option<Instant>) -> Result<(), Error> {
-        let word =
-            self.shared.control.timeline(signal.timeline).ok_or_else(|| Error::Protocol(format!("no timeline {}", signal.timeline)))?;
-        if word.reached(signal.value) == Reached::Yes {
+        let word = self.word(signal)?;
+        Self::await_word(word, signal, deadline, || word.reached(signal.value))
+    }
+
+    /// Waits on the CPU for a signal of an import's READY.
+    pub(super) fn await_due(&self, import: &Import, due: Due, deadline: Option<Instant>) -> Result<(), Error> {
+        let waited = Self::await_word(self.word(due.signal)?, due.signal, deadline, || due.look(&self.shared.control));
+        waited.map_err(|error| if matches!(error, Error::PeerDied(_)) { self.died(import) } else { error })
+    }
+
+    fn word(&self, signal: Signal) -> Result<&Word, Error> {
+        self.shared.control.timeline(signal.timeline).ok_or_else(|| Error::Protocol(format!("no timeline {}", signal.timeline)))
+    }
+
+    fn await_word(word: &Word, signal: Signal, deadline: Option<Instant>, look: impl Fn() -> Reached) -> Result<(), Error> {
+        if look() == Reached::Yes {
             return Ok(());
         }
         let since = now_if_on();
-        let result = Self::await_word(word, signal, deadline);
+        let result = Self::sleep_until(word, deadline, look);
         record::cpu_waited(since, signal);
         result
     }
 
-    fn await_word(word: &Word, signal: Signal, deadline: Option<Instant>) -> Result<(), Error> {
+    fn sleep_until(word: &Word, deadline: Option<Instant>, look: impl Fn() -> Reached) -> Result<(), Error> {
         let mut pause = Pause::default();
         loop {
             let seen = word.value();
-            match word.reached(signal.value) {
+            match look() {
                 Reached::Yes => return Ok(()),
                 Reached::Never => return Err(Error::PeerDied("its producer died before the value was ready".to_owned())),
                 Reached::No => {}

@@ -11,6 +11,7 @@ use serde_json::value::RawValue;
 
 use super::channel::{Channel, Descriptor, Frame, Kind, NOWHERE, UNCOUNTED};
 use super::device::Opened;
+use super::due::Due;
 use super::error::Error;
 use super::import::{Claimed, Import};
 use super::lease::{cancel, forward, HoldRef};
@@ -64,7 +65,7 @@ impl Way {
 pub(super) struct Draft<'a> {
     client: &'a Client,
     holds: Vec<HoldRef>,
-    signals: Vec<Signal>,
+    signals: Vec<Due>,
     of_stream: HashMap<(u32, u64), u32>,
     tensors: Vec<Descriptor>,
     copied: Vec<(Arc<Opened>, Addr, u64)>,
@@ -89,10 +90,12 @@ impl<'a> Draft<'a> {
 
     /// The message as it goes out.
     pub(super) fn frame(&mut self, tree: Box<RawValue>) -> Frame {
+        let others = (0..).zip(&self.signals).filter(|(_, due)| due.slot() != self.client.shared.me);
         Frame {
             kind: Kind::Message,
             tree,
-            ready: self.signals.iter().map(|signal| (signal.timeline, signal.value)).collect(),
+            ready: self.signals.iter().map(|due| (due.signal.timeline, due.signal.value)).collect(),
+            makers: others.map(|(number, due)| (number, due.maker)).collect(),
             tensors: std::mem::take(&mut self.tensors),
         }
     }
@@ -131,10 +134,15 @@ impl<'a> Draft<'a> {
         }
     }
 
-    /// The number of a signal in the message.
+    /// The number of a signal of this client's in the message.
     fn signal(&mut self, signal: Signal) -> u32 {
-        let at = self.signals.iter().position(|s| *s == signal).unwrap_or_else(|| {
-            self.signals.push(signal);
+        self.due(Due { signal, maker: self.client.welcome.serial })
+    }
+
+    /// The number of anybody's signal in the message.
+    fn due(&mut self, due: Due) -> u32 {
+        let at = self.signals.iter().position(|other| *other == due).unwrap_or_else(|| {
+            self.signals.push(due);
             self.signals.len() - 1
         });
         at as u32
@@ -330,9 +338,14 @@ impl Client {
         };
         let hold = forward(&self.shared.control, self.shared.me, import.hold, (offset, bytes), receiver)?;
         draft.holds.push(hold);
-        let unreached = |s: &&Signal| self.shared.control.timeline(s.timeline).is_some_and(|word| word.reached(s.value) != Reached::Yes);
-        let ready =
-            import.ready.iter().filter(unreached).copied().collect::<Vec<_>>().into_iter().map(|signal| draft.signal(signal)).collect();
+        let mut ready = Vec::new();
+        for due in &import.ready {
+            match due.look(&self.shared.control) {
+                Reached::Yes => {}
+                Reached::No => ready.push(draft.due(*due)),
+                Reached::Never => return Err(self.died(import)),
+            }
+        }
         // The range may touch fewer chunks than the import.
         let epochs = match import.addr {
             None => import.epochs.clone(),

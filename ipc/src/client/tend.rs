@@ -97,7 +97,7 @@ impl Client {
     }
 
     /// Whether something is to go back to the owner when work is over.
-    fn owes(&self) -> bool {
+    pub(super) fn owes(&self) -> bool {
         self.devices.iter().filter_map(Device::if_open).any(|opened| opened.heap.owed() > 0)
     }
 
@@ -154,7 +154,7 @@ impl Client {
 
     fn peer_died(&self, peer: &Peer, cause: Option<Cause>) {
         record::died(peer);
-        self.imports.died(peer.client, cause);
+        self.imports.died(peer, cause);
         self.office.died(peer);
         self.pidfds.lock().remove(&peer.serial);
         let mut gone = Vec::new();

@@ -80,10 +80,10 @@ impl Client {
         self.shared.control.poison(slot);
         self.shared.leases.end_holds_of(slot);
         if first {
-            self.imports.died(slot, None);
             if let Some(row) = self.shared.control.client(slot).and_then(|cell| cell.read()) {
                 let peer = Peer { client: slot, serial: row.serial, name: String::new(), pid: 0 };
                 record::died(&peer);
+                self.imports.died(&peer, None);
                 self.office.died(&peer);
             }
         }

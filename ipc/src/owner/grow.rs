@@ -330,13 +330,18 @@ impl Owner {
                 );
                 (Reason::OutOfMemory, message, arena)
             }
-            Denial::Driver(error) => (Reason::Internal, format!("{asked} bytes asked on {name}: {error}"), arena),
+            Denial::Driver(error) => {
+                let message = format!(
+                    "The owner has {} reserved on {name} of its limit of {}; {} were asked, and the driver says {error}.",
+                    human(row.reserved),
+                    human(row.limit),
+                    human(asked)
+                );
+                (Reason::Internal, message, arena)
+            }
         };
         let holders = self.holders(device);
-        let message = match reason {
-            Reason::OutOfMemory => format!("{message} {}", holders::sentence(&holders)),
-            _ => message,
-        };
+        let message = format!("{message} {}", holders::sentence(&holders));
         if pending.press && reason == Reason::OutOfMemory {
             self.tell_listener(slot, device, asked, (limit, reserved), true);
         }

@@ -120,15 +120,17 @@ impl Owner {
     fn welcome_client(&mut self, mut link: Link, who: Credentials, slot: u32, hello: Hello, pidfd: OwnedFd) {
         // Whatever still names this slot means a client that is gone.
         self.end_holds(slot);
+        self.serials += 1;
+        // Before its timelines go on: who still looks at the last client's sees by the serial that they are another's.
+        rows::write_coming(&self.control, slot, self.serials);
         rows::prepare_slot(&self.control, slot, self.estate.devices.len(), crate::control::now_ms());
         self.raise_timelines(slot);
         let windows = self.estate.open_windows(slot, hello.limit);
-        let welcome = self.welcome_of(slot, self.serials + 1, &windows);
+        let welcome = self.welcome_of(slot, self.serials, &windows);
         if let Err(error) = self.send_welcome(&mut link, welcome) {
             self.estate.close_windows(slot);
             return tracing::warn!(pid = who.pid, %error, "no welcome sent");
         }
-        self.serials += 1;
         self.last_slot = slot;
         link.set_frame_limit(FRAME_LIMIT);
         // Frames may have come right behind the hello.

@@ -55,6 +55,13 @@ pub(super) fn write_client(control: &Control, client: &Client, state: ClientStat
     }
 }
 
+/// Says that a slot is another client's than it was, which is not there yet.
+pub(super) fn write_coming(control: &Control, slot: u32, serial: u64) {
+    if let Some(cell) = control.client(slot) {
+        cell.write(&ClientRow { serial, ..ClientRow::default() });
+    }
+}
+
 /// Makes a slot fit for a new client: no row, hold, timeline or beat of the last one is left to be taken for its own.
 pub(super) fn prepare_slot(control: &Control, slot: u32, devices: usize, now_ms: u64) {
     for device in 0..devices as u32 {

@@ -26,6 +26,18 @@ use millpond_ipc::wire::Role;
 pub const BOUND: Duration = Duration::from_secs(20);
 pub const MIB: u64 = 1 << 20;
 
+/// Whether owners and workers are of the CUDA driver: `MILLPOND_TEST_DRIVER=cuda`, by tests/gpu/run.sh. Not every test can be so.
+pub fn on_gpu() -> bool {
+    std::env::var("MILLPOND_TEST_DRIVER").is_ok_and(|driver| driver == "cuda")
+}
+
+/// The first device of a client's arena that its process sees.
+pub fn place(client: &Client) -> Place {
+    let places = client.grants().filter_map(|grant| grant.device.parse().ok()).map(Place::Device);
+    let seen = |place: &Place| client.driver(*place).is_ok();
+    if on_gpu() { places.into_iter().next() } else { places.into_iter().find(seen) }.unwrap_or(Place::Host)
+}
+
 /// The two ends of a channel between clients `a` and `b` of this process: both must ask for it.
 pub fn channels(a: &Client, b: &Client) -> (Channel, Channel) {
     std::thread::scope(|scope| {
@@ -47,7 +59,7 @@ pub fn role() {
 fn owner() {
     let bytes = |name: &str| std::env::var(name).unwrap().parse().unwrap();
     let config = Config {
-        driver: DriverChoice::Host,
+        driver: if on_gpu() { DriverChoice::Cuda } else { DriverChoice::Host },
         limit: Limit::Bytes(bytes("MILLPOND_TEST_LIMIT")),
         host_bytes: Some(64 << 30),
         chunk_bytes: Some(bytes("MILLPOND_TEST_CHUNK")),
@@ -69,6 +81,31 @@ pub fn boxes_work() -> bool {
     let work = Command::new(BOX[0]).args(&BOX[1..]).arg("true").stderr(Stdio::null()).status().is_ok_and(|status| status.success());
     if !work {
         eprintln!("skipped: unshare --user --pid is refused here");
+    }
+    work
+}
+
+/// The same with IPC and mount namespaces too, and a `/dev/shm` that is empty, and nobody else's.
+const APART: [&str; 12] = [
+    "unshare",
+    "--user",
+    "--map-root-user",
+    "--pid",
+    "--ipc",
+    "--mount",
+    "--fork",
+    "--kill-child",
+    "sh",
+    "-c",
+    "mount -t tmpfs none /dev/shm && exec \"$@\"",
+    "box",
+];
+
+/// Whether [`Arena::apart`] works here; says so where it does not.
+pub fn apart_works() -> bool {
+    let work = Command::new(APART[0]).args(&APART[1..]).arg("true").stderr(Stdio::null()).status().is_ok_and(|status| status.success());
+    if !work {
+        eprintln!("skipped: unshare --user --pid --ipc --mount, or a mount there, is refused here");
     }
     work
 }
@@ -182,8 +219,17 @@ impl Arena {
 
     /// A worker in user and PID namespaces of its own; killing it kills what surrounds it too.
     pub fn boxed(&self, name: &str) -> Worker {
-        let mut command = Command::new(BOX[0]);
-        command.args(&BOX[1..]).arg(std::env::current_exe().unwrap());
+        self.within(&BOX, name)
+    }
+
+    /// A worker in PID, IPC and mount namespaces of its own, with its own `/dev/shm`.
+    pub fn apart(&self, name: &str) -> Worker {
+        self.within(&APART, name)
+    }
+
+    fn within(&self, walls: &[&str], name: &str) -> Worker {
+        let mut command = Command::new(walls[0]);
+        command.args(&walls[1..]).arg(std::env::current_exe().unwrap());
         self.worker_by(again_by(command, "worker"), name, &[])
     }
 
@@ -191,8 +237,18 @@ impl Arena {
         command.env("MILLPOND_TEST_NAME", name).env("MILLPOND_SOCKET", &self.socket).env("MILLPOND_KEY", &self.key);
         command.envs(vars.iter().copied());
         let worker = Worker { said: Said::start(command), name: name.to_owned(), child: None };
-        assert_eq!(worker.said.line().as_deref(), Some("attached"), "{name}");
-        worker
+        worker.attached()
+    }
+
+    /// Two that start at once.
+    pub fn pair(&self, a: &str, b: &str) -> (Worker, Worker) {
+        let start = |name: &str| {
+            let mut command = again("worker");
+            command.env("MILLPOND_TEST_NAME", name).env("MILLPOND_SOCKET", &self.socket).env("MILLPOND_KEY", &self.key);
+            Worker { said: Said::start(command), name: name.to_owned(), child: None }
+        };
+        let (a, b) = (start(a), start(b));
+        (a.attached(), b.attached())
     }
 
     pub fn options(&self, name: &str) -> Options {
@@ -252,6 +308,11 @@ impl Drop for Worker {
 }
 
 impl Worker {
+    fn attached(self) -> Self {
+        assert_eq!(self.said.line().as_deref(), Some("attached"), "{}", self.name);
+        self
+    }
+
     /// Starts a command; its answer is taken by [`Worker::answer`].
     pub fn ask(&mut self, command: &str) {
         writeln!(self.said.stdin, "{command}").unwrap();

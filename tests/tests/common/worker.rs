@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::Arc;
 use std::time::Duration;
 
-use millpond_allocator::driver::{Addr, Driver, Stream};
+use millpond_allocator::driver::{Addr, DeviceId, Driver, Stream};
 use millpond_allocator::timeline::Signal;
 use millpond_ipc::client::{Channel, Client, Error, Incoming, OnOwnerDeath, Options, Outgoing, Place, ReceiveOptions, Way};
 use millpond_ipc::wire::Role;
@@ -23,7 +23,11 @@ struct Gates {
 
 struct Worker {
     client: Arc<Client>,
+    /// The arena's first device: the host's, or with `MILLPOND_TEST_DRIVER=cuda` a GPU's.
+    place: Place,
     driver: Arc<dyn Driver>,
+    /// What this process's CPU does to a GPU's memory goes on a stream of its own, which stands behind no other.
+    by_cpu: Stream,
     channels: Vec<Option<Channel>>,
     streams: HashMap<u64, Stream>,
     blocks: Vec<(Addr, u64)>,
@@ -53,7 +57,9 @@ pub(super) fn run() -> ! {
     }
     options.host_waits = std::env::var("MILLPOND_TEST_HOST_WAITS").is_ok();
     let client = Client::attach(&options).unwrap();
-    let driver = client.driver(Place::Host).unwrap();
+    let place = super::place(&client);
+    let driver = client.driver(place).unwrap();
+    let by_cpu = if driver.is_host() { Stream::LEGACY } else { driver.stream_create().unwrap() };
     // SAFETY: a new anonymous mapping, which stays as long as the process.
     let page = unsafe {
         libc::mmap(std::ptr::null_mut(), 4096, libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS, -1, 0)
@@ -63,7 +69,9 @@ pub(super) fn run() -> ! {
     let gates = Gates { words: page.cast(), base, next: 0 };
     let mut worker = Worker {
         client,
+        place,
         driver,
+        by_cpu,
         channels: Vec::new(),
         streams: HashMap::new(),
         blocks: Vec::new(),
@@ -135,6 +143,17 @@ impl Worker {
         self.imports.get(number).copied().ok_or_else(|| wrong("no such import"))
     }
 
+    /// Whether memory of the arena's device holds one byte all over.
+    fn is_all(&self, addr: Addr, bytes: u64, byte: u8) -> Result<bool, String> {
+        if self.driver.is_host() {
+            return Ok(super::is_all(addr, bytes, byte));
+        }
+        let mut found = vec![!byte; bytes as usize];
+        self.driver.copy(found.as_mut_ptr() as Addr, addr, bytes, self.by_cpu).map_err(wrong)?;
+        self.driver.stream_synchronize(self.by_cpu).map_err(wrong)?;
+        Ok(found.iter().all(|one| *one == byte))
+    }
+
     fn keep(&mut self, channel: Result<Channel, Error>) -> Answer {
         self.channels.push(Some(channel.map_err(failed)?));
         Ok((self.channels.len() - 1).to_string())
@@ -148,7 +167,7 @@ impl Worker {
     fn command(&mut self, line: &str) -> Answer {
         let mut words = Words(line.split_whitespace());
         let words = &mut words;
-        let host = Place::Host;
+        let place = self.place;
         let done = Ok(String::new());
         match words.text()? {
             "connect" => {
@@ -168,9 +187,22 @@ impl Worker {
             "alloc" => {
                 let bytes = words.value()?;
                 let on = self.maybe_stream(words)?.unwrap_or(Stream::LEGACY);
-                let addr = self.client.heap(host).map_err(failed)?.allocate(bytes, on).map_err(|error| failed(error.into()))?;
+                let addr = self.client.heap(place).map_err(failed)?.allocate(bytes, on).map_err(|error| failed(error.into()))?;
                 self.blocks.push((addr, bytes));
                 Ok((self.blocks.len() - 1).to_string())
+            }
+            // From here on on another of the arena's devices, by its identity.
+            "on" => {
+                let id: DeviceId = words.value()?;
+                self.place = Place::Device(id);
+                self.driver = self.client.driver(self.place).map_err(failed)?;
+                done
+            }
+            // The device of an import: what it is, and which one that is to this process.
+            "device" => {
+                let place = self.import(words.value()?)?.place;
+                let info = self.client.driver(place).map_err(failed)?.device().clone();
+                Ok(format!("{} {}", info.id, info.ordinal))
             }
             // The n-th block is where in my window?
             "addr" => Ok(self.block(words.value()?)?.0.to_string()),
@@ -180,7 +212,11 @@ impl Worker {
                 match self.maybe_stream(words)? {
                     Some(stream) => self.driver.fill(addr, byte, bytes, stream).map_err(wrong)?,
                     // SAFETY: a live block of this process.
-                    None => unsafe { std::ptr::write_bytes(addr as *mut u8, byte, bytes as usize) },
+                    None if self.driver.is_host() => unsafe { std::ptr::write_bytes(addr as *mut u8, byte, bytes as usize) },
+                    None => {
+                        self.driver.fill(addr, byte, bytes, self.by_cpu).map_err(wrong)?;
+                        self.driver.stream_synchronize(self.by_cpu).map_err(wrong)?;
+                    }
                 }
                 done
             }
@@ -188,7 +224,7 @@ impl Worker {
                 let import = self.import(words.value()?)?;
                 let byte = words.value()?;
                 let stream = self.maybe_stream(words)?.ok_or_else(|| wrong("on which stream?"))?;
-                self.client.record_import_stream(import.addr, host, stream).map_err(failed)?;
+                self.client.record_import_stream(import.addr, place, stream).map_err(failed)?;
                 self.driver.fill(import.addr, byte, import.bytes, stream).map_err(wrong)?;
                 done
             }
@@ -224,7 +260,7 @@ impl Worker {
                 let (addr, bytes) = self.block(words.value()?)?;
                 let stream = self.maybe_stream(words)?;
                 let read_only = words.or(String::new())? == "ro";
-                self.send(channel, &[Outgoing { addr, bytes, place: host, stream, import: None, read_only, way: Way::Found }], 5_000)
+                self.send(channel, &[Outgoing { addr, bytes, place, stream, import: None, read_only, way: Way::Found }], 5_000)
             }
             // One block so often in one message.
             "sendmany" => {
@@ -234,7 +270,7 @@ impl Worker {
                 let stream = self.maybe_stream(words)?;
                 self.send(
                     channel,
-                    &vec![Outgoing { addr, bytes, place: host, stream, import: None, read_only: false, way: Way::Found }; count],
+                    &vec![Outgoing { addr, bytes, place, stream, import: None, read_only: false, way: Way::Found }; count],
                     5_000,
                 )
             }
@@ -244,7 +280,7 @@ impl Worker {
                 let (at, bytes): (u64, u64) = (words.value()?, words.value()?);
                 self.send(
                     channel,
-                    &[Outgoing { addr: addr + at, bytes, place: host, stream: None, import: None, read_only: false, way: Way::Found }],
+                    &[Outgoing { addr: addr + at, bytes, place, stream: None, import: None, read_only: false, way: Way::Found }],
                     5_000,
                 )
             }
@@ -255,7 +291,7 @@ impl Worker {
                 loop {
                     self.send(
                         channel,
-                        &[Outgoing { addr, bytes, place: host, stream: None, import: None, read_only: false, way: Way::Found }],
+                        &[Outgoing { addr, bytes, place, stream: None, import: None, read_only: false, way: Way::Found }],
                         600_000,
                     )?;
                 }
@@ -266,7 +302,7 @@ impl Worker {
                 let addr = source.as_ptr() as u64;
                 self.send(
                     channel,
-                    &[Outgoing { addr, bytes: bytes as u64, place: host, stream: None, import: None, read_only: false, way: Way::Found }],
+                    &[Outgoing { addr, bytes: bytes as u64, place, stream: None, import: None, read_only: false, way: Way::Found }],
                     5_000,
                 )
             }
@@ -277,7 +313,7 @@ impl Worker {
                 let outgoing = Outgoing {
                     addr: import.addr,
                     bytes: import.bytes,
-                    place: host,
+                    place,
                     stream,
                     import: Some(import.import),
                     read_only: false,
@@ -335,7 +371,7 @@ impl Worker {
             "check" => {
                 let import = self.import(words.value()?)?;
                 let byte: u8 = words.value()?;
-                if import.addr == 0 || !super::is_all(import.addr, import.bytes, byte) {
+                if import.addr == 0 || !self.is_all(import.addr, import.bytes, byte)? {
                     return Err(wrong(format!("{:#x} does not hold {byte}", import.addr)));
                 }
                 done
@@ -343,13 +379,13 @@ impl Worker {
             "checkblock" => {
                 let (addr, bytes) = self.block(words.value()?)?;
                 let byte: u8 = words.value()?;
-                super::is_all(addr, bytes, byte).then(String::new).ok_or_else(|| wrong(format!("the block does not hold {byte}")))
+                self.is_all(addr, bytes, byte)?.then(String::new).ok_or_else(|| wrong(format!("the block does not hold {byte}")))
             }
             // A copy of one block to another, as a value that leaves by host memory: its number and its pieces.
             "copyout" => {
                 let ((to, _), (from, bytes)) = (self.block(words.value()?)?, self.block(words.value()?)?);
                 let stream = self.maybe_stream(words)?.unwrap_or(Stream::LEGACY);
-                let (number, pieces, _) = self.client.copy_out(host, to, from, bytes, stream).map_err(failed)?;
+                let (number, pieces, _) = self.client.copy_out(place, to, from, bytes, stream).map_err(failed)?;
                 let piece = |(end, signal): (u64, Signal)| format!(" {end}:{}:{}", signal.timeline, signal.value);
                 Ok(format!("{number}{}", pieces.into_iter().map(piece).collect::<String>()))
             }
@@ -366,7 +402,7 @@ impl Worker {
                 let pieces = words.0.by_ref().map(piece).collect::<Option<Vec<_>>>().ok_or_else(|| wrong("no pieces"))?;
                 let range = (0, import.bytes, copied);
                 let (timeout, stream) = (Some(Duration::from_millis(ms)), Stream::LEGACY);
-                let came = self.client.copy_in(host, import.import, range, to, stream, &pieces, timeout);
+                let came = self.client.copy_in(place, import.import, range, to, stream, &pieces, timeout);
                 came.map(|(far, _)| far.to_string()).map_err(failed)
             }
             "readonly" => Ok(u8::from(self.import(words.value()?)?.read_only).to_string()),
@@ -382,17 +418,32 @@ impl Worker {
                 let (addr, _) = self.block(words.value()?)?;
                 let stream = self.maybe_stream(words)?;
                 let ms = words.or(10_000)?;
-                self.client.wait_done(addr, host, stream, Some(Duration::from_millis(ms))).map_err(failed)?;
+                self.client.wait_done(addr, place, stream, Some(Duration::from_millis(ms))).map_err(failed)?;
                 done
             }
             "leases" => Ok(self.client.leases().to_string()),
             "imported" => Ok(self.client.imported_bytes().to_string()),
-            "trim" => Ok(self.client.heap(host).map_err(failed)?.trim(u64::MAX).to_string()),
+            "trim" => Ok(self.client.heap(place).map_err(failed)?.trim(u64::MAX).to_string()),
             "owner" => Ok(u8::from(self.client.owner_alive()).to_string()),
             "detach" => {
                 self.client.detach();
                 done
             }
+            // Closes every memory file that it has open: their names.
+            "closememory" => {
+                let mut closed = Vec::new();
+                for entry in std::fs::read_dir("/proc/self/fd").map_err(wrong)?.flatten() {
+                    let (fd, target) = (entry.file_name(), std::fs::read_link(entry.path()).unwrap_or_default());
+                    if let Some(name) = target.to_string_lossy().strip_prefix("/memfd:") {
+                        // SAFETY: nothing of this process uses it from here on: it ends without closing anything.
+                        unsafe { libc::close(fd.to_string_lossy().parse().map_err(wrong)?) };
+                        closed.push(name.split(' ').next().unwrap_or_default().to_owned());
+                    }
+                }
+                Ok(closed.join(" "))
+            }
+            // How many files it sees in a folder.
+            "files" => Ok(std::fs::read_dir(words.text()?).map_err(wrong)?.count().to_string()),
             "fds" => Ok(std::fs::read_dir("/proc/self/fd").map_err(wrong)?.count().to_string()),
             "vm" => {
                 let text = std::fs::read_to_string("/proc/self/status").map_err(wrong)?;
@@ -416,7 +467,7 @@ impl Worker {
                     0 => {
                         let released = self.imports.iter().all(|import| self.client.release(import.import).is_ok());
                         let freed = self.blocks.iter().all(|(addr, _)| self.client.free(*addr).is_ok());
-                        let refused = matches!(self.client.heap(host), Err(Error::Forked));
+                        let refused = matches!(self.client.heap(place), Err(Error::Forked));
                         self.channels.clear();
                         // SAFETY: no arguments but a number.
                         unsafe { libc::_exit(i32::from(!(released && freed && refused))) }
@@ -434,6 +485,17 @@ impl Worker {
             "hear" => {
                 signals::hear();
                 done
+            }
+            "listen" => self.client.listen().map(|()| String::new()).map_err(failed),
+            // Until the tender has told of this client's death; of many at once only the last are kept.
+            "hearsof" => {
+                let name = words.text()?;
+                loop {
+                    let event = self.client.next_event(super::BOUND).map_err(failed)?.ok_or_else(|| wrong("nothing is heard"))?;
+                    if event.kind == "death" && (event.by.name == name || event.missed > 0) {
+                        return done;
+                    }
+                }
             }
             other => Err(wrong(format!("no command {other:?}"))),
         }

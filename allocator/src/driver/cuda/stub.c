@@ -1,7 +1,7 @@
 // A driver library for tests: it counts its calls, checks what it is passed, and answers plausible values.
 //
 // Prototypes and structs are written out from cuda.h, so that a wrong argument order or layout on the Rust side shows here.
-// Settings: INIT (cuInit's answer), VERSION, RDMA, VMM, WORDS2, WORDS1, COMPUTE_MODE, MPS, OLD (leave CUDA 12 functions out),
+// Settings: INIT (cuInit's answer), VERSION, RDMA, VMM, POSIX_FD, WORDS2, WORDS1, COMPUTE_MODE, MPS, OLD (leave CUDA 12 functions out),
 // SHARING (pools, IPC, dma-buf: kinds of handle that pools have), MEETS (sees whether two threads are in such calls at once), FIRST_WORDS (leave the _v2 stream memory operations out), DEVICES, PEER.
 #include <fcntl.h>
 #include <stddef.h>
@@ -19,6 +19,9 @@
 #endif
 #ifndef VMM
 #define VMM 1
+#endif
+#ifndef POSIX_FD
+#define POSIX_FD 1
 #endif
 #ifndef WORDS2
 #define WORDS2 1
@@ -90,7 +93,7 @@ CUresult cuDeviceGetAttribute(int *v, int a, CUdevice d) {
     case 20: *v = COMPUTE_MODE; return 0;
     case 93: *v = WORDS1; return 0;
     case 102: *v = VMM; return 0;
-    case 103: *v = 1; return 0;
+    case 103: *v = POSIX_FD; return 0;
     case 110: *v = RDMA; return 0;
 #ifdef SHARING
     case 119: *v = SHARING; return 0;

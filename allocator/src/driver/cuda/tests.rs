@@ -112,6 +112,7 @@ fn devices_are_described() {
 fn a_device_that_cannot_hold_an_arena_is_listed_and_refused_by_name() {
     for (setting, lack) in [
         ("-DVMM=0", "virtual memory management"),
+        ("-DPOSIX_FD=0", "memory that can be shared as a file descriptor"),
         ("-DWORDS2=0", "64-bit stream memory operations"),
         ("-DCOMPUTE_MODE=3", "compute mode"),
         ("-DCOMPUTE_MODE=2", "compute mode"),

@@ -10,6 +10,8 @@ const CONNECTIONS: u32 = 8;
 pub struct HostConfig {
     /// How many devices there are.
     pub devices: u32,
+    /// Which of them this process sees, and in what order, as by `CUDA_VISIBLE_DEVICES`; all of them where `None`.
+    pub visible: Option<Vec<u32>>,
     /// Bytes of memory of each device; the machine's physical memory where `None`. Nothing is touched before it is used.
     pub total_bytes: Option<u64>,
     /// Bytes of address space that this process may reserve.
@@ -24,7 +26,7 @@ pub struct HostConfig {
 
 impl Default for HostConfig {
     fn default() -> Self {
-        Self { devices: 1, total_bytes: None, address_space: 64 << 40, granularity: 2 << 20, connections: None, fail: None }
+        Self { devices: 1, visible: None, total_bytes: None, address_space: 64 << 40, granularity: 2 << 20, connections: None, fail: None }
     }
 }
 
@@ -34,6 +36,9 @@ pub enum ConfigError {
     /// No number of devices.
     #[error("MILLPOND_HOST_DEVICES is {0:?}: expected a number from 1 to 1024")]
     Devices(String),
+    /// No devices.
+    #[error("MILLPOND_HOST_VISIBLE is {0:?}: expected numbers of devices, each once, with commas between them")]
+    Visible(String),
     /// No number of bytes.
     #[error("MILLPOND_HOST_MEMORY is {0:?}: expected bytes, with or without K, M, G or T")]
     Memory(String),
@@ -43,7 +48,7 @@ pub enum ConfigError {
 }
 
 impl HostConfig {
-    /// Reads `MILLPOND_HOST_DEVICES`, `MILLPOND_HOST_MEMORY` (bytes of each device, with a suffix K, M, G or T if wanted) and
+    /// Reads `MILLPOND_HOST_DEVICES`, `MILLPOND_HOST_VISIBLE` (such as `1,0`), `MILLPOND_HOST_MEMORY` (bytes of each device, with a suffix K, M, G or T if wanted) and
     /// `MILLPOND_HOST_FAIL` (see [`FailPlan`]); what is not set is as in the default.
     ///
     /// # Errors
@@ -57,6 +62,12 @@ impl HostConfig {
         if let Some(text) = var("MILLPOND_HOST_DEVICES") {
             let devices = text.trim().parse().ok().filter(|n| (1..=1024).contains(n));
             config.devices = devices.ok_or(ConfigError::Devices(text))?;
+        }
+        if let Some(text) = var("MILLPOND_HOST_VISIBLE") {
+            let seen = |text: &str| text.split(',').map(|n| n.trim().parse().ok().filter(|n| *n < config.devices)).collect();
+            let seen: Option<Vec<u32>> = seen(&text);
+            let once = |all: &Vec<u32>| all.iter().enumerate().all(|(at, n)| !all.iter().take(at).any(|other| other == n));
+            config.visible = Some(seen.filter(once).ok_or(ConfigError::Visible(text))?);
         }
         if let Some(text) = var("MILLPOND_HOST_MEMORY") {
             config.total_bytes = Some(bytes(&text).ok_or(ConfigError::Memory(text))?);
@@ -132,6 +143,11 @@ mod tests {
     #[test]
     fn other_values_are_named() {
         assert_eq!(read(&[("MILLPOND_HOST_DEVICES", "0")]).unwrap_err(), ConfigError::Devices("0".to_owned()));
+        for text in ["2", "0,0", "", "0,x"] {
+            let vars = [("MILLPOND_HOST_DEVICES", "2"), ("MILLPOND_HOST_VISIBLE", text)];
+            assert_eq!(read(&vars).unwrap_err(), ConfigError::Visible(text.to_owned()));
+        }
+        assert_eq!(read(&[("MILLPOND_HOST_DEVICES", "2"), ("MILLPOND_HOST_VISIBLE", "1, 0")]).unwrap().visible, Some(vec![1, 0]));
         assert_eq!(read(&[("MILLPOND_HOST_MEMORY", "lots")]).unwrap_err(), ConfigError::Memory("lots".to_owned()));
         assert!(matches!(read(&[("MILLPOND_HOST_FAIL", "create")]), Err(ConfigError::Fail(_))));
     }

@@ -93,8 +93,8 @@ impl HostPlatform {
             events: event::Events::default(),
             failures: fail::Failures::default(),
         });
-        let device = |ordinal| DeviceInfo {
-            id: DeviceId::host(ordinal),
+        let device = |(ordinal, number)| DeviceInfo {
+            id: DeviceId::host(number),
             ordinal,
             name: "host memory".to_owned(),
             total_bytes: config.total(),
@@ -103,7 +103,8 @@ impl HostPlatform {
             stream_words: true,
         };
         let lanes = config.lanes();
-        let drivers = (0..config.devices).map(device).map(|info| Arc::new(HostDriver::new(info, Arc::clone(&shared), lanes)));
+        let seen = config.visible.clone().unwrap_or_else(|| (0..config.devices).collect());
+        let drivers = (0..).zip(seen).map(device).map(|info| Arc::new(HostDriver::new(info, Arc::clone(&shared), lanes)));
         let drivers = drivers.collect();
         shared.failures.add(config.fail.unwrap_or_default());
         Self { shared, drivers }
@@ -143,7 +144,9 @@ impl Platform for HostPlatform {
 
     fn open(&self, id: DeviceId) -> Result<Arc<dyn Driver>> {
         self.shared.enter(HostCall::Open)?;
-        let n = id.host_number().ok_or_else(|| self.no_such(id))?;
-        Ok(self.driver(n)?)
+        match self.drivers.iter().find(|driver| driver.info.id == id) {
+            Some(driver) => Ok(driver.clone()),
+            None => Err(self.no_such(id)),
+        }
     }
 }

@@ -77,7 +77,10 @@ pub(super) struct Source {
 impl ChunkSource for Source {
     fn grow(&self, bytes: u64, press: bool) -> Result<Vec<(Chunk, OwnedFd)>, GrowError> {
         let call = Request::Grow { device: self.device, bytes, press };
-        let unreachable = |error: Error| GrowError::Unreachable(error.to_string());
+        let unreachable = |error: Error| match self.shared.left.load(Ordering::Acquire) {
+            true => GrowError::Left,
+            false => GrowError::Unreachable(error.to_string()),
+        };
         let (answer, mut fds) = self.shared.link.ask(call, GROW_TIMEOUT).map_err(unreachable)?;
         let chunks = match answer {
             Answer::Granted { chunks } => chunks,
@@ -88,7 +91,7 @@ impl ChunkSource for Source {
                 }
                 return Err(GrowError::OutOfMemory { limit, reserved, detail: message });
             }
-            Answer::Refused { message, .. } => return Err(GrowError::Unreachable(message)),
+            Answer::Refused { message, .. } => return Err(GrowError::Failed(message)),
             answer => return Err(unreachable(Error::unexpected(&answer))),
         };
         while fds.len() < chunks.len() {

@@ -35,6 +35,7 @@ const PARTS: &[Part] = &[
     ("kill", (30, 12), death::kill),
     ("death", (40, 20), death::release),
     ("owner", (20, 8), owner::sixty_four),
+    ("race", (20, 8), owner::race),
 ];
 
 fn main() -> ExitCode {
