@@ -13,7 +13,7 @@ mod atomic {
 }
 
 #[path = "../../../ipc/src/control/cell.rs"]
-mod cell;
+pub(crate) mod cell;
 
 use atomic::{fence, AtomicU64, Ordering};
 use cell::{Cell, Words};

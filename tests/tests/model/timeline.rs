@@ -11,18 +11,15 @@
 //! not is *never* once it is poisoned; and nobody is left waiting.
 
 mod atomic {
-    pub(super) use loom::sync::atomic::{fence, AtomicU64, Ordering};
+    pub(super) use loom::sync::atomic::{AtomicU64, Ordering};
 }
 
-#[path = "../../../ipc/src/control/cell.rs"]
-mod cell;
 #[path = "../../../ipc/src/client/due.rs"]
 mod due;
 #[path = "../../../allocator/src/timeline/word.rs"]
 mod word;
 
 use atomic::{AtomicU64, Ordering};
-use cell::{Cell, Words};
 use due::Due;
 use loom::sync::Arc;
 use loom::thread;
@@ -31,6 +28,7 @@ use word::{Reached, Word, LIFE};
 
 use crate::check;
 use crate::control::Cause;
+use crate::rows::cell::{Cell, Words};
 
 /// One timeline of one client, and that client's row.
 pub(crate) struct Memory {
