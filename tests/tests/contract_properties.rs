@@ -140,12 +140,15 @@ struct Ticket {
     byte: u8,
 }
 
+/// A message: each tensor's byte, and how many there are.
+type Sent = Vec<(u8, u64)>;
+
 struct Lab<'a> {
     arena: &'a Arena,
     clients: Vec<Arc<Client>>,
     streams: Vec<[Stream; STREAMS]>,
     channels: HashMap<(usize, usize), Channel>,
-    on_the_way: HashMap<(usize, usize), VecDeque<Vec<(u8, u64)>>>,
+    on_the_way: HashMap<(usize, usize), VecDeque<Sent>>,
     things: Vec<Thing>,
     copies: Vec<Copied>,
     tickets: Vec<Ticket>,
