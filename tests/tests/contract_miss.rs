@@ -155,7 +155,7 @@ fn a_driver_that_fails_says_sizes_and_who_holds_what_and_nothing_sticks() {
     assert!(!said.is_empty(), "nothing failed");
     for text in &said {
         sizes(text, &hog);
-        assert!(text.contains("The owner has 48.00 MiB reserved on HOST-0 of its limit of 256.00 MiB; 24.00 MiB were asked"), "{text}");
+        assert!(text.contains("On HOST-0 the owner has 48.00 MiB reserved of its limit of 256.00 MiB; 24.00 MiB were asked"), "{text}");
     }
     arena.settles_at(CHUNK + 40 * MIB);
 

@@ -321,23 +321,18 @@ impl Owner {
                 );
                 (Reason::OutOfMemory, message, (size, share.reserved + share.retired))
             }
-            Denial::Driver(error) if error.is_out_of_memory() => {
-                let message = format!(
-                    "{name} is full, though the arena has {} reserved of its limit of {}; {} were asked, and the driver says {error}.",
-                    human(row.reserved),
-                    human(row.limit),
-                    human(asked)
-                );
-                (Reason::OutOfMemory, message, arena)
-            }
             Denial::Driver(error) => {
+                let (has, reason) = match error.is_out_of_memory() {
+                    true => (format!("{name} is full, though the arena has"), Reason::OutOfMemory),
+                    false => (format!("On {name} the owner has"), Reason::Internal),
+                };
                 let message = format!(
-                    "The owner has {} reserved on {name} of its limit of {}; {} were asked, and the driver says {error}.",
+                    "{has} {} reserved of its limit of {}; {} were asked, and the driver says {error}.",
                     human(row.reserved),
                     human(row.limit),
                     human(asked)
                 );
-                (Reason::Internal, message, arena)
+                (reason, message, arena)
             }
         };
         let holders = self.holders(device);
