@@ -146,15 +146,18 @@ fn a_driver_that_fails_says_sizes_and_who_holds_what_and_nothing_sticks() {
         assert!(text.contains("This process has 16.00 MiB allocated and 16.00 MiB reserved from millpond's arena."), "{text}");
         assert!(text.contains(&format!("hog (pid {}): 32.00 MiB", hog.said.pid())) && text.contains("(999)"), "{text}");
     };
+    let refused = |hog: &mut Worker, late: &mut Worker| {
+        hog.ok(&format!("alloc {CHUNK}"));
+        late.ok(&format!("alloc {}", 16 * MIB));
+        let said = until_allocated(late, 24 * MIB);
+        assert!(!said.is_empty(), "nothing failed");
+        said.iter().for_each(|text| sizes(text, hog));
+        said
+    };
     // The hog's chunk is the first that the owner makes, and the small block's the second.
     let arena = Arena::with_vars(8 * CHUNK, CHUNK, &[("MILLPOND_HOST_FAIL", &fails("create", 3))]);
     let (mut hog, mut late) = (arena.worker("hog"), arena.worker("late"));
-    hog.ok(&format!("alloc {CHUNK}"));
-    late.ok(&format!("alloc {}", 16 * MIB));
-    let said = until_allocated(&mut late, 24 * MIB);
-    assert!(!said.is_empty(), "nothing failed");
-    for text in &said {
-        sizes(text, &hog);
+    for text in refused(&mut hog, &mut late) {
         assert!(text.contains("On HOST-0 the owner has 48.00 MiB reserved of its limit of 256.00 MiB; 24.00 MiB were asked"), "{text}");
     }
     arena.settles_at(CHUNK + 40 * MIB);
@@ -163,12 +166,7 @@ fn a_driver_that_fails_says_sizes_and_who_holds_what_and_nothing_sticks() {
         let arena = Arena::with(8 * CHUNK, CHUNK);
         let mut hog = arena.worker("hog");
         let mut late = arena.worker_with("late", &[("MILLPOND_HOST_FAIL", &fails(call, 2))]);
-        hog.ok(&format!("alloc {CHUNK}"));
-        late.ok(&format!("alloc {}", 16 * MIB));
-        let said = until_allocated(&mut late, 24 * MIB);
-        assert!(!said.is_empty(), "nothing failed");
-        for text in &said {
-            sizes(text, &hog);
+        for text in refused(&mut hog, &mut late) {
             assert!(text.contains(&format!("could not be mapped, and went back: {call}: ")), "{text}");
         }
         arena.settles_at(CHUNK + 40 * MIB);

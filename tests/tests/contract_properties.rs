@@ -7,7 +7,7 @@ mod common;
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
 
-use common::{eventually, is_all, tree, Arena, BOUND, MIB};
+use common::{channels, eventually, is_all, tree, Arena, BOUND, MIB};
 use millpond_allocator::driver::host::Stall;
 use millpond_allocator::driver::{Addr, DeviceInfo, Stream};
 use millpond_ipc::client::{Channel, Client, Error, Incoming, Outgoing, Place, ReceiveOptions, Way};
@@ -157,10 +157,6 @@ struct Lab<'a> {
     named: u64,
 }
 
-fn stream_of(stream: Option<Stream>) -> impl Fn(&DeviceInfo) -> Option<Stream> {
-    move |_| stream
-}
-
 impl<'a> Lab<'a> {
     fn new(arena: &'a Arena) -> Self {
         let mut lab = Self {
@@ -199,12 +195,7 @@ impl<'a> Lab<'a> {
     }
 
     fn connect(&mut self, a: usize, b: usize) {
-        let (one, other) = (self.clients[a].clone(), self.clients[b].clone());
-        let (to_b, to_a) = std::thread::scope(|scope| {
-            let to_b = scope.spawn(|| one.connect(other.name(), BOUND).unwrap());
-            let to_a = scope.spawn(|| other.connect(one.name(), BOUND).unwrap());
-            (to_b.join().unwrap(), to_a.join().unwrap())
-        });
+        let (to_b, to_a) = channels(&self.clients[a], &self.clients[b]);
         self.channels.insert((a, b), to_b);
         self.channels.insert((b, a), to_a);
     }
@@ -262,7 +253,7 @@ impl<'a> Lab<'a> {
     fn receive(&mut self, at: usize, from: usize, stream: usize, lazy: bool) {
         let Some(sent) = self.on_the_way.get_mut(&(from, at)).and_then(VecDeque::pop_front) else { return };
         let stream = self.streams[at][stream];
-        let on = stream_of(Some(stream));
+        let on = |_: &DeviceInfo| Some(stream);
         let options = ReceiveOptions { timeout: Some(BOUND), lazy, wait: false, stream: &on };
         let message = self.clients[at].receive(&self.channels[&(at, from)], &options).unwrap();
         self.take_up(at, &message.tensors, &sent, (!lazy).then_some(stream));

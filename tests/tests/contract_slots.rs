@@ -44,11 +44,9 @@ fn slot_of(arena: &Arena, name: &str) -> u32 {
     arena.row(name).unwrap().client
 }
 
-/// `b` passes on to `c` what `a` made and what `b`'s stalled stream has yet to write; then `b` dies, and `next` is in its slot. `c`'s tender
-/// has heard of nothing. `late`: `c`'s stream 1 has the wait for it behind other work.
-fn succeeded(arena: &Arena, late: bool) -> (Worker, Worker, Worker) {
-    let (mut a, mut b, mut c) = (arena.worker("a"), arena.worker("b"), arena.worker("c"));
-    let ((ab, ba), (bc, cb)) = (link(&mut a, &mut b), link(&mut b, &mut c));
+/// `a` makes a value, `b` receives it, and its stalled stream has yet to write it when it is passed on over `bc`.
+fn pass_on_late(a: &mut Worker, b: &mut Worker, bc: u64) {
+    let (ab, ba) = link(a, b);
     a.ok(&format!("alloc {MIB}"));
     a.ok("fill 0 1");
     a.ok(&format!("send {ab} 0"));
@@ -56,6 +54,14 @@ fn succeeded(arena: &Arena, late: bool) -> (Worker, Worker, Worker) {
     b.ok("stall 1");
     b.ok("touch 0 2 1");
     b.ok(&format!("forward {bc} 0 1"));
+}
+
+/// `b` passes on to `c` what `a` made and what `b`'s stalled stream has yet to write; then `b` dies, and `next` is in its slot. `c`'s tender
+/// has heard of nothing. `late`: `c`'s stream 1 has the wait for it behind other work.
+fn succeeded(arena: &Arena, late: bool) -> (Worker, Worker, Worker) {
+    let (mut a, mut b, mut c) = (arena.worker("a"), arena.worker("b"), arena.worker("c"));
+    let (bc, cb) = link(&mut b, &mut c);
+    pass_on_late(&mut a, &mut b, bc);
     if late {
         c.ok("stall 1");
         c.ok(&format!("recv {cb} 1"));
@@ -138,14 +144,8 @@ fn a_stream_that_comes_to_a_dead_ones_value_after_its_slot_was_given_on_goes_pas
 fn who_passes_a_value_on_says_whose_signal_it_waits_for() {
     let arena = Arena::new();
     let (mut a, mut b, mut c, mut d) = (arena.worker("a"), arena.worker("b"), arena.worker("c"), arena.worker("d"));
-    let ((ab, ba), (bc, cb), (cd, dc)) = (link(&mut a, &mut b), link(&mut b, &mut c), link(&mut c, &mut d));
-    a.ok(&format!("alloc {MIB}"));
-    a.ok("fill 0 1");
-    a.ok(&format!("send {ab} 0"));
-    b.ok(&format!("recv {ba} 1"));
-    b.ok("stall 1");
-    b.ok("touch 0 2 1");
-    b.ok(&format!("forward {bc} 0 1"));
+    let ((bc, cb), (cd, dc)) = (link(&mut b, &mut c), link(&mut c, &mut d));
+    pass_on_late(&mut a, &mut b, bc);
     c.ok(&format!("recv {cb} lazy"));
     c.ok(&format!("forward {cd} 0"));
     let slot = slot_of(&arena, "b");

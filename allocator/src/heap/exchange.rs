@@ -60,8 +60,7 @@ impl Inner {
     fn idle(&self, exact: u64) -> impl Iterator<Item = (Chunk, bool)> + '_ {
         self.chunks.iter().filter(move |(_, chunk)| chunk.bytes < exact).filter_map(|(offset, chunk)| {
             let (domain, mark) = self.tlsf.region(*offset)?.free?;
-            let place = self.places.iter().find(|place| place.domain == domain).filter(|place| place.is_shared())?;
-            Some((*chunk, self.streams.done(place.stream) >= mark))
+            self.shared_place(domain).map(|_| (*chunk, self.is_over(domain, mark)))
         })
     }
 

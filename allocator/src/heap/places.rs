@@ -79,6 +79,17 @@ impl Inner {
         }
     }
 
+    /// The place that a domain belongs to, if others may have what is free there in time.
+    pub(super) fn shared_place(&self, domain: Domain) -> Option<&Place> {
+        self.places.iter().find(|place| place.domain == domain).filter(|place| place.is_shared())
+    }
+
+    /// Whether others may have what is free in a domain under a mark now: no queued work can reach it. Not a private pool's bytes, which
+    /// a graph may use whatever their mark.
+    pub(super) fn is_over(&self, domain: Domain, mark: u64) -> bool {
+        self.shared_place(domain).is_some_and(|place| self.streams.done(place.stream) >= mark)
+    }
+
     /// Stream and domain of a place whose free bytes others may have in time, if it is one, and not `but`.
     pub(super) fn other(&self, place: u32, but: u32) -> Option<(u32, Domain)> {
         self.places.get(place as usize).filter(|found| place != but && found.is_shared()).map(|found| (found.stream, found.domain))

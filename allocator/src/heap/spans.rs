@@ -26,7 +26,7 @@ impl Inner {
         let mine = self.domain_of(place);
         let usable = |offset: u32| {
             let Some((domain, mark)) = self.tlsf.region(offset).and_then(|region| region.free) else { return false };
-            domain == mine || self.places.iter().any(|p| p.domain == domain && p.is_shared() && self.streams.done(p.stream) >= mark)
+            domain == mine || self.is_over(domain, mark)
         };
         let mut run = std::collections::VecDeque::<Chunk>::new();
         let (mut sum, mut best): (u64, Option<(u64, Vec<Chunk>)>) = (0, None);

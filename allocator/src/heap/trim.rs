@@ -123,11 +123,7 @@ impl Inner {
                 break;
             }
             let Some(region) = self.tlsf.region(*offset) else { continue };
-            let over = region.free.is_some_and(|(domain, mark)| {
-                // A private pool's bytes may be in use by a graph, whatever their mark.
-                let place = self.places.iter().find(|place| place.domain == domain).filter(|place| place.is_shared());
-                place.is_some_and(|place| self.streams.done(place.stream) >= mark)
-            });
+            let over = region.free.is_some_and(|(domain, mark)| self.is_over(domain, mark));
             if over && self.tlsf.remove_region(*offset).is_ok() {
                 sum += chunk.bytes;
                 taken.push(*chunk);
@@ -145,11 +141,13 @@ impl Inner {
     fn left_to(&self, region: u32) -> Option<u32> {
         let mut stream = None;
         for (index, block) in self.tlsf.indexed_blocks(region) {
-            let place = match block.used {
-                true => self.infos.get(index as usize).filter(|info| info.freed && info.pins == 0).map(|info| info.place as usize),
-                false => self.places.iter().position(|place| place.domain == block.domain),
+            let place = if block.used {
+                let freed = self.infos.get(index as usize).filter(|info| info.freed && info.pins == 0)?;
+                self.places.get(freed.place as usize).filter(|place| place.is_shared())
+            } else {
+                self.shared_place(block.domain)
             };
-            stream = Some(place.and_then(|place| self.places.get(place)).filter(|place| place.is_shared())?.stream);
+            stream = Some(place?.stream);
         }
         stream
     }

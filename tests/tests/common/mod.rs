@@ -38,11 +38,11 @@ pub fn place(client: &Client) -> Place {
     if on_gpu() { places.into_iter().next() } else { places.into_iter().find(seen) }.unwrap_or(Place::Host)
 }
 
-/// The two ends of a channel between clients `a` and `b` of this process: both must ask for it.
+/// The two ends of a channel between two clients of this process: both must ask for it.
 pub fn channels(a: &Client, b: &Client) -> (Channel, Channel) {
     std::thread::scope(|scope| {
-        let to_b = scope.spawn(|| a.connect("b", BOUND).unwrap());
-        let to_a = scope.spawn(|| b.connect("a", BOUND).unwrap());
+        let to_b = scope.spawn(|| a.connect(b.name(), BOUND).unwrap());
+        let to_a = scope.spawn(|| b.connect(a.name(), BOUND).unwrap());
         (to_b.join().unwrap(), to_a.join().unwrap())
     })
 }
