@@ -22,6 +22,21 @@ const IDLE: Duration = Duration::from_millis(200);
 const LENT: Duration = Duration::from_millis(20);
 /// While something waits to be let go: what two looks see gets an event of its own.
 const PARTING: Duration = Duration::from_millis(1);
+/// How often that doubles while every look finds something else that waits: messages come and go, and each lets go of what the one
+/// before has brought.
+const FLOWING: u32 = 2;
+
+/// What a look came to.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Found {
+    /// Something waits to be let go that did at the last look too.
+    Staying,
+    /// What waits to be let go does since the last look.
+    Passing,
+    /// Others hold something of ours, or something else is to be looked after.
+    Lent,
+    Nothing,
+}
 
 pub(super) fn start(client: &Arc<Client>, on_owner_death: OnOwnerDeath) -> Result<(), Error> {
     let (sender, notices) = channel();
@@ -44,7 +59,7 @@ pub(super) fn start(client: &Arc<Client>, on_owner_death: OnOwnerDeath) -> Resul
 }
 
 fn tend(client: &Weak<Client>, notices: &Receiver<Notice>, on_owner_death: OnOwnerDeath) {
-    let mut pause = IDLE;
+    let (mut pause, mut passing) = (IDLE, 0);
     let mut ticked = Instant::now();
     loop {
         let notice = notices.recv_timeout(pause.saturating_sub(ticked.elapsed()));
@@ -63,7 +78,14 @@ fn tend(client: &Weak<Client>, notices: &Receiver<Notice>, on_owner_death: OnOwn
         }
         // However many notices come, ticks are not put off.
         if ticked.elapsed() >= pause {
-            pause = client.tick();
+            let found = client.tick();
+            pause = match found {
+                Found::Staying => PARTING,
+                Found::Passing => PARTING * (1 << passing.min(FLOWING)),
+                Found::Lent => LENT,
+                Found::Nothing => IDLE,
+            };
+            passing = if found == Found::Passing { passing.saturating_add(1) } else { 0 };
             ticked = Instant::now();
         }
     }
@@ -78,21 +100,26 @@ impl Client {
         }
     }
 
-    fn tick(&self) -> Duration {
+    /// Looks after everything.
+    fn tick(&self) -> Found {
         if let Some(beat) = self.shared.control.beat(self.shared.me) {
             beat.store(crate::control::now_ms(), Ordering::Relaxed);
         }
         self.shared.leases.reap();
-        self.tick_devices();
+        let stays = self.tick_devices();
         let alone = self.attend_wake();
         self.nudged.look();
         match (self.imports.any_parting(), self.shared.leases.len()) {
             (true, _) => {
                 self.nudged.looks_soon();
-                PARTING
+                if stays {
+                    Found::Staying
+                } else {
+                    Found::Passing
+                }
             }
-            (false, 0) if !alone && !self.owes() => IDLE,
-            (false, _) => LENT,
+            (false, 0) if !alone && !self.owes() => Found::Nothing,
+            (false, _) => Found::Lent,
         }
     }
 
@@ -101,14 +128,17 @@ impl Client {
         self.devices.iter().filter_map(Device::if_open).any(|opened| opened.heap.owed() > 0)
     }
 
-    pub(super) fn tick_devices(&self) {
+    /// Whether something that was let go of was found at the last look too.
+    pub(super) fn tick_devices(&self) -> bool {
+        let mut stays = false;
         for opened in self.devices.iter().filter_map(Device::if_open) {
             self.probe(&opened);
-            self.imports.tick(&opened);
+            stays |= self.imports.tick(&opened);
             opened.tick(|window, chunk| self.imports.uses(window, chunk, None));
             opened.heap.tick();
             opened.heap.set_leased_in(self.imports.bytes_on(opened.index));
         }
+        stays
     }
 
     /// Says once that a context is dead: nothing that this process was to signal on it ever will be.
