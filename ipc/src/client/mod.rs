@@ -12,6 +12,7 @@ mod lease;
 mod link;
 mod nudge;
 mod options;
+mod pause;
 mod pinned;
 mod place;
 mod policy;

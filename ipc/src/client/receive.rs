@@ -15,7 +15,7 @@ use super::due::{serial_of, slot_of, Due};
 use super::error::Error;
 use super::fault::{self, Fault};
 use super::import::Import;
-use super::link::LONGEST;
+use super::pause::{deadline, Pause};
 use super::record::{self, now_if_on};
 use super::{Client, Place};
 use crate::control::{Count, Tier};
@@ -432,32 +432,5 @@ impl Client {
                 return Err(Error::Timeout("the value was not ready in time".to_owned()));
             }
         }
-    }
-}
-
-/// When a time-out is over; `None`: never.
-pub(super) fn deadline(timeout: Option<Duration>) -> Option<Instant> {
-    timeout.map(|timeout| Instant::now() + timeout.min(LONGEST))
-}
-
-/// Waits a little, and a little longer each time: a word in shared memory that a GPU or another process will change.
-#[derive(Debug, Default)]
-struct Pause(u32);
-
-impl Pause {
-    /// False when the deadline has passed.
-    fn wait(&mut self, deadline: Option<Instant>) -> bool {
-        self.wait_by(deadline, std::thread::sleep)
-    }
-
-    /// The same, where something may end a longer wait before its time.
-    fn wait_by(&mut self, deadline: Option<Instant>, sleep: impl FnOnce(Duration)) -> bool {
-        self.0 = self.0.saturating_add(1);
-        match self.0 {
-            0..=500 => std::hint::spin_loop(),
-            501..=600 => std::thread::yield_now(),
-            n => sleep(Duration::from_micros(u64::from(n - 600).min(500))),
-        }
-        deadline.is_none_or(|at| Instant::now() < at)
     }
 }

@@ -38,6 +38,26 @@ enum Found {
     Nothing,
 }
 
+/// How soon the next look follows.
+#[derive(Debug, Default)]
+struct Pace {
+    /// Looks, one after the other, that found [`Found::Passing`].
+    passing: u32,
+}
+
+impl Pace {
+    fn after(&mut self, found: Found) -> Duration {
+        let passing = self.passing;
+        self.passing = if found == Found::Passing { (passing + 1).min(FLOWING) } else { 0 };
+        match found {
+            Found::Staying => PARTING,
+            Found::Passing => PARTING * (1 << passing),
+            Found::Lent => LENT,
+            Found::Nothing => IDLE,
+        }
+    }
+}
+
 pub(super) fn start(client: &Arc<Client>, on_owner_death: OnOwnerDeath) -> Result<(), Error> {
     let (sender, notices) = channel();
     let link = client.shared.link.clone();
@@ -59,7 +79,7 @@ pub(super) fn start(client: &Arc<Client>, on_owner_death: OnOwnerDeath) -> Resul
 }
 
 fn tend(client: &Weak<Client>, notices: &Receiver<Notice>, on_owner_death: OnOwnerDeath) {
-    let (mut pause, mut passing) = (IDLE, 0);
+    let (mut pause, mut pace) = (IDLE, Pace::default());
     let mut ticked = Instant::now();
     loop {
         let notice = notices.recv_timeout(pause.saturating_sub(ticked.elapsed()));
@@ -78,14 +98,7 @@ fn tend(client: &Weak<Client>, notices: &Receiver<Notice>, on_owner_death: OnOwn
         }
         // However many notices come, ticks are not put off.
         if ticked.elapsed() >= pause {
-            let found = client.tick();
-            pause = match found {
-                Found::Staying => PARTING,
-                Found::Passing => PARTING * (1 << passing.min(FLOWING)),
-                Found::Lent => LENT,
-                Found::Nothing => IDLE,
-            };
-            passing = if found == Found::Passing { passing.saturating_add(1) } else { 0 };
+            pause = pace.after(client.tick());
             ticked = Instant::now();
         }
     }
@@ -195,5 +208,20 @@ impl Client {
         });
         self.devices.iter().filter_map(Device::if_open).for_each(|opened| opened.died(&gone));
         self.shared.events.push_death(peer.clone(), cause);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn looks_follow_less_often_while_messages_flow_and_at_once_when_one_stays() {
+        let mut pace = Pace::default();
+        let pauses = |pace: &mut Pace, found: &[Found]| found.iter().map(|found| pace.after(*found)).collect::<Vec<_>>();
+        let flow = pauses(&mut pace, &[Found::Passing; 5]);
+        assert_eq!(flow, [1, 2, 4, 4, 4].map(|times| PARTING * times));
+        assert_eq!(pauses(&mut pace, &[Found::Staying, Found::Passing, Found::Passing]), [PARTING, PARTING, PARTING * 2]);
+        assert_eq!(pauses(&mut pace, &[Found::Lent, Found::Nothing, Found::Passing]), [LENT, IDLE, PARTING]);
     }
 }
