@@ -57,6 +57,12 @@ pub struct ReceiveOptions<'a> {
     pub stream: &'a dyn Fn(&DeviceInfo) -> Option<Stream>,
 }
 
+/// The signals of a message: [`Frame::ready`], [`Frame::makers`].
+struct Signals<'a> {
+    values: &'a [(u32, u64)],
+    makers: &'a [(u32, u64)],
+}
+
 impl Client {
     /// Receives a message.
     ///
@@ -100,6 +106,7 @@ impl Client {
         sender: &Arc<Peer>,
         tensors: &mut Vec<Incoming>,
     ) -> Result<(), Error> {
+        let signals = Signals { values: &frame.ready, makers: &frame.makers };
         for descriptor in &mut frame.tensors {
             if descriptor.window == NOWHERE {
                 tensors.push(Incoming { addr: 0, bytes: 0, import: 0, place: Place::Host, read_only: false });
@@ -116,7 +123,7 @@ impl Client {
                     sender.name, descriptor.offset, descriptor.offset, descriptor.bytes, device.grant.window_bytes
                 )));
             }
-            let (ready, lost) = self.not_ready((&frame.ready, &frame.makers), descriptor, sender)?;
+            let (ready, lost) = self.not_ready(&signals, descriptor, sender)?;
             let import = Import {
                 hold: descriptor.hold(),
                 window: descriptor.window,
@@ -149,25 +156,19 @@ impl Client {
     }
 
     /// The signals of a value that are not reached yet, and whether one never will be.
-    fn not_ready(
-        &self,
-        (signals, makers): (&[(u32, u64)], &[(u32, u64)]),
-        descriptor: &Descriptor,
-        sender: &Peer,
-    ) -> Result<(Few<Due>, bool), Error> {
+    fn not_ready(&self, signals: &Signals<'_>, descriptor: &Descriptor, sender: &Peer) -> Result<(Few<Due>, bool), Error> {
         let (mut left, mut lost) = (Few::new(), false);
         for number in &descriptor.ready {
-            let (timeline, value) = signals
-                .get(*number as usize)
-                .copied()
-                .ok_or_else(|| Error::Protocol(format!("{} sent a value that names signal {number} of {}", sender.name, signals.len())))?;
+            let (timeline, value) = signals.values.get(*number as usize).copied().ok_or_else(|| {
+                Error::Protocol(format!("{} sent a value that names signal {number} of {}", sender.name, signals.values.len()))
+            })?;
             let control = &self.shared.control;
             if control.timeline(timeline).is_none() {
                 return Err(Error::Protocol(format!("{} sent a signal of timeline {timeline}, which does not exist", sender.name)));
             }
             let signal = Signal { timeline, value };
             // A sender is who its channel says; of another's signal, that it passed on, it says itself who is to give it.
-            let named = || makers.iter().find(|(of, _)| of == number).map(|(_, serial)| *serial);
+            let named = || signals.makers.iter().find(|(of, _)| of == number).map(|(_, serial)| *serial);
             let maker = if slot_of(signal) == sender.client { Some(sender.serial) } else { named() };
             let due = Due { signal, maker: maker.or_else(|| serial_of(control, slot_of(signal))).unwrap_or_default() };
             match due.look(control) {
