@@ -64,7 +64,8 @@ class Encoder:
         if self.sparse:
             self.pack()
         if len(leaves) == 1:
-            _close(leaves, leaves[0][1], leaves[0][2], tensors, streams, flags)
+            _, low, high, _, _ = leaves[0]
+            _close(leaves, low, high, tensors, streams, flags)
             return
         device = low = high = None
         group = []

@@ -143,9 +143,10 @@ def torch_tensor(e, tensor, depth):
         if found is not None:
             return found
     e.keep.append(tensor)
+    leaves = e.leaves
     if nbytes > data and _has_gaps(data, nbytes):
-        e.sparse[len(e.leaves)] = tensor
-    e.range(device, address, nbytes, node)
+        e.sparse[len(leaves)] = tensor
+    leaves.append((device, address, address + nbytes, len(leaves), node))
     return {"$": node}
 
 
