@@ -34,10 +34,10 @@ class Encoder:
         self.inline = 0
         self.gpus = ()  # the GPUs in whose memory there are values
         self.falls = []  # (best tier, the tier taken, reason or None for the connection's, bytes)
-        self.tokens = []  # values by token: (kind, bytes, first companion, last companion, what to keep)
+        self.tokens = ()  # values by token: (kind, bytes, first companion, last companion, what to keep)
         self.by_host = {}  # tier -> (values, bytes), of those in `hosted`
-        self.packed = []  # (device, bytes) of views that were copied without their gaps
-        self.leaving = []  # copies to host memory that are under way
+        self.packed = ()  # (device, bytes) of views that were copied without their gaps
+        self.leaving = ()  # copies to host memory that are under way
 
     def went_by_host(self, tier, nbytes, address):
         """A GPU value goes by host memory, where its copy is."""
@@ -50,7 +50,8 @@ class Encoder:
     def finish(self):
         """Returns when nothing that was encoded is read any more: the message has left, or will not."""
         while self.leaving:
-            _pinned.over(self.leaving.pop())
+            last, self.leaving = self.leaving[-1], self.leaving[:-1]
+            _pinned.over(last)
 
     def range(self, device, address, nbytes, node):
         leaves = self.leaves
@@ -64,8 +65,10 @@ class Encoder:
         if self.sparse:
             self.pack()
         if len(leaves) == 1:
-            _, low, high, _, _ = leaves[0]
-            _close(leaves, low, high, tensors, streams, flags)
+            device, low, high, _, node = leaves[0]
+            stream = streams.get(device)
+            node[2], node[3] = len(tensors), 0
+            tensors.append((low, high - low, _streams.current(device) if stream is None else stream, 0, device, flags))
             return
         device = low = high = None
         group = []

@@ -53,7 +53,7 @@ def encode(e, keep, device, address, count, name, shape, strides):
         return None
     from . import _leaves, _tree
 
-    e.tokens.append((kind, nbytes, first, last, keep))
+    e.tokens += ((kind, nbytes, first, last, keep),)
     e.ways[first._memory.address] = _native.WAYS[kind]
     e.ways[last._memory.address] = _native.UNCOUNTED
     strides = list(strides) if strides else 0

@@ -74,6 +74,12 @@ class _Message(ctypes.Structure):
 _u64, _i64, _u32, _i32 = ctypes.c_uint64, ctypes.c_int64, ctypes.c_uint32, ctypes.c_int32
 _ptr, _size = ctypes.c_void_p, ctypes.c_size_t
 
+#: A number that is C's already costs a call less than one that is to become it.
+number = _u64
+_COUNTS = [_size(n) for n in range(_IN_RESULT + 1)]
+_FLAGS = [_u32(n) for n in range((LAZY | WAIT | EAGER | READY) + 1)]
+_NO_LIMIT = _i64(-1)
+
 # name -> (result, arguments). The allocator's own entry points are only ever handed to torch as addresses.
 _BLOCKING = {
     "millpond_control": (_ptr, [ctypes.c_char_p]),
@@ -219,7 +225,8 @@ def send(channel, tree, tensors, timeout_ms):
     count = len(tensors)
     packed = TENSOR.pack(*tensors[0]) if count == 1 else _packed(tensors) if count else None
     copied = (ctypes.c_ubyte * count)() if count > _IN_RESULT else None
-    bits = (_loaded or library()).send(channel, tree, len(tree), packed, count, timeout_ms, copied)
+    limit = _NO_LIMIT if timeout_ms == -1 else timeout_ms
+    bits = (_loaded or library()).send(channel, tree, len(tree), packed, count if copied else _COUNTS[count], limit, copied)
     if bits < 0:
         raise last_error("send")
     if not bits and copied is None:
@@ -236,9 +243,9 @@ class _Reading(threading.local):
     """Where a thread's messages come to: one call fewer for each part of them."""
 
     def __init__(self):
-        buffer = ctypes.create_string_buffer(_BUFFER_BYTES)
-        view, out = memoryview(buffer).cast("B"), _ptr()
-        self.parts = view, _ptr(ctypes.addressof(buffer)), _size(_BUFFER_BYTES), out, _ptr(ctypes.addressof(out))
+        buffer, out = bytearray(_BUFFER_BYTES), _ptr()
+        at = _ptr(ctypes.addressof((ctypes.c_char * _BUFFER_BYTES).from_buffer(buffer)))
+        self.parts = buffer, at, _size(_BUFFER_BYTES), out, _ptr(ctypes.addressof(out))
 
 
 _reading = _Reading()
@@ -247,24 +254,24 @@ _reading = _Reading()
 def receive(channel, timeout_ms, flags, streams):
     """Receives one message: (tree as text, list of `TENSOR` tuples, sender)."""
     lib = _loaded or library()
-    view, at, capacity, out, out_at = _reading.parts
+    buffer, at, capacity, out, out_at = _reading.parts
     count = len(streams)
     packed = _STREAMS[count](*streams) if count < len(_STREAMS) else struct.pack(f"={count}Q", *streams)
-    length = lib.receive(channel, timeout_ms, flags, packed, count, at, capacity, out_at)
+    length = lib.receive(channel, timeout_ms, _FLAGS[flags], packed, count, at, capacity, out_at)
     if length <= 0:
         if length:
             raise last_error("receive")
         return _unpacked(lib, ctypes.cast(out, ctypes.POINTER(_Message)))
-    count, sender = _HEAD(view)
+    count, sender = _HEAD(buffer)
     if not count:
         tensors, end = (), _BEHIND_HEAD
     elif count == 1:
-        tensors, end = (_tensor_at(view, _BEHIND_HEAD),), _BEHIND_HEAD + TENSOR.size
+        tensors, end = (_tensor_at(buffer, _BEHIND_HEAD),), _BEHIND_HEAD + TENSOR.size
     else:
         end = _BEHIND_HEAD + count * TENSOR.size
-        tensors = list(_tensors_in(view[_BEHIND_HEAD:end]))
+        tensors = list(_tensors_in(buffer[_BEHIND_HEAD:end]))
     try:
-        return str(view[end:length], "utf-8", "surrogatepass"), tensors, sender
+        return buffer[end:length].decode("utf-8", "surrogatepass"), tensors, sender
     except UnicodeDecodeError:
         return _NO_TEXT, tensors, sender
 

@@ -14,7 +14,8 @@ from . import _calls, _decode, _foreign, _gpu_canary, _native, _streams, _tree, 
 Peer = collections.namedtuple("Peer", "client name pid")
 Sent = collections.namedtuple("Sent", "tensors copies copied_bytes")
 Sent.__doc__ = "What `send` did: how many memory ranges went, how many of them were copied first, and how many bytes that was."
-_NOTHING_SENT = Sent(0, 0, 0)
+#: What `send` says of so many ranges that went without a copy.
+_IN_PLACE = [Sent(n, 0, 0) for n in range(9)]
 
 #: Why a value was copied into the arena: in host memory, on a GPU.
 _WHY_COPIED = ("a value in host memory that is not the arena's was copied into it", "a GPU tensor that is not arena memory was copied on its GPU")
@@ -27,6 +28,7 @@ class Channel(_calls.Calls):
 
     def __init__(self, handle, peer):
         self._handle = handle
+        self._number = _native.number(handle)
         #: Who is at the other end: (client, name, pid).
         self.peer = Peer(peer.get("client"), peer.get("name"), peer.get("pid"))
         self._serial = peer.get("serial") or handle
@@ -74,7 +76,7 @@ class Channel(_calls.Calls):
     def send(self, value, timeout=None, readonly=False, prefer=None):
         """Sends a value. It may be dropped at once: the memory lives until the receiver is done. `readonly`: the receiver maps
         the tensors read-only. `prefer`: see `Channel.prefer`. Says what was copied."""
-        return self._transmit(_tree.PLAIN, value, timeout, readonly, prefer=prefer)
+        return self._transmit(_tree.PLAIN, value, timeout, readonly, "out", prefer)
 
     def recv(self, timeout=None, wait=False, lazy=False):
         """The next value: numpy arrays and torch tensors as they were sent. `lazy=True`: every tensor is a `Ref`, nothing is
@@ -148,17 +150,18 @@ class Channel(_calls.Calls):
             gpu = self._gpu
             if (encoded.gpus or gpu.asked) and message[0][0] != "k" and not full and not gpu.admit(encoded, message):
                 return None
-            return _native.send(self._handle, encoded.text, encoded.tensors, -1 if timeout is None else _native.milliseconds(timeout))
+            return _native.send(self._number, encoded.text, encoded.tensors, -1 if timeout is None else _native.milliseconds(timeout))
         finally:
             self._sending.release()
 
     def _count(self, encoded, flags):
         """Counts a message that has left."""
         if not (encoded.copies or encoded.hosted or encoded.inline or encoded.tokens or any(flags)):
-            if not flags:
-                return _NOTHING_SENT
-            self._tiers.add("arena", len(flags), sum([tensor[1] for tensor in encoded.tensors]))
-            return Sent(len(flags), 0, 0)
+            ranges = len(flags)
+            if ranges:
+                tensors = encoded.tensors
+                self._tiers.add("arena", ranges, tensors[0][1] if ranges == 1 else sum([tensor[1] for tensor in tensors]))
+            return _IN_PLACE[ranges] if ranges < len(_IN_PLACE) else Sent(ranges, 0, 0)
         copies, copied_bytes, ranges_bytes = encoded.copies, encoded.copied_bytes, 0
         for tensor, flag in zip(encoded.tensors, flags):
             ranges_bytes += tensor[1]
@@ -259,9 +262,9 @@ class Channel(_calls.Calls):
         # touched: a wait for READY under this call's time limit could lose the message, and the thread that will use the
         # values, with its streams, may be another. A parent that asks for lazy values maps nothing.
         if self._lazy:
-            found = _native.receive(self._handle, ms, _native.LAZY, ())
+            found = _native.receive(self._number, ms, _native.LAZY, ())
         else:
-            found = _native.receive(self._handle, ms, _EAGER, _streams.all_current())
+            found = _native.receive(self._number, ms, _EAGER, _streams.all_current())
         message = _decode.Received(*found, self._serial)
         kind = message.header[0]
         if kind == "k":
