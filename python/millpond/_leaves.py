@@ -43,7 +43,7 @@ def numpy_array(e, array, depth):
             node[6] = strides
             data, nbytes = nbytes, _memory.span(shape, strides) * size
             if _has_gaps(data, nbytes):
-                e.sparse[len(e.leaves)] = array
+                e.has_gaps(array)
     e.keep.append(array)
     e.range(-1, interface["data"][0], nbytes, node)
     return {"$": node}
@@ -146,7 +146,7 @@ def torch_tensor(e, tensor, depth):
     e.keep.append(tensor)
     leaves = e.leaves
     if nbytes > data and _has_gaps(data, nbytes):
-        e.sparse[len(leaves)] = tensor
+        e.has_gaps(tensor)
     leaves.append((device, address, address + nbytes, len(leaves), node))
     return {"$": node}
 

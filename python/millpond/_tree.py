@@ -248,6 +248,8 @@ def _referred(e, ref):
         return {"$": node}
     index = e.imports.get(memory.handle)
     if index is None:
+        if not e.imports:
+            e.imports = {}
         index = e.imports[memory.handle] = len(e.tensors)
         # An import that was never opened here was not written here: it goes on as it came.
         stream = _streams.current(memory.device) if memory.address else 0
