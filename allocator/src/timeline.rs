@@ -12,7 +12,6 @@ mod atomic {
 
 pub use word::{Reached, Word, POISON};
 
-use std::collections::HashMap;
 use std::fmt::Debug;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::Arc;
@@ -20,6 +19,7 @@ use std::sync::Arc;
 use parking_lot::Mutex;
 
 use crate::driver::{Addr, CuResult, Driver, DriverError, Stream, StreamId};
+use crate::scatter::ScatterMap;
 
 /// The shared memory that timelines lie in.
 pub trait TimelineMemory: Send + Sync + Debug {
@@ -69,11 +69,11 @@ pub struct Timelines {
 
 #[derive(Debug, Default)]
 struct Inner {
-    streams: HashMap<StreamId, u32>,
+    streams: ScatterMap<StreamId, u32>,
     /// The last value queued on each of this device's slots.
-    assigned: HashMap<u32, u64>,
+    assigned: ScatterMap<u32, u64>,
     /// What each stream was made to wait for, the last value of each timeline. It stands behind it until that is reached.
-    waits: HashMap<StreamId, Vec<Signal>>,
+    waits: ScatterMap<StreamId, Vec<Signal>>,
 }
 
 /// The client's slots, shared by its devices.

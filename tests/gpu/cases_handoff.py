@@ -555,8 +555,9 @@ def leaver(conn):
     import torch
 
     t = conn.recv(timeout=60)
-    torch.cuda._sleep(1000)
+    torch.cuda._sleep(1000)  # loading a kernel waits for what runs, and so may a growth: all that comes first
     t[:1].fill_(1)
+    conn.send(torch.zeros(4, device="cuda"))
     torch.cuda.synchronize()
     for _ in range(5):
         torch.cuda._sleep(LONG)

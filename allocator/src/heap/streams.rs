@@ -5,11 +5,11 @@
 //! the stream that freed it has come past the block's mark. A stream is touched only inside a call that was handed it, and
 //! nothing is recorded while a capture is on.
 
-use std::collections::{HashMap, VecDeque};
-use std::hash::{BuildHasherDefault, Hasher};
+use std::collections::VecDeque;
 use std::sync::Arc;
 
 use crate::driver::{Capture, CuResult, Driver, DriverError, Event, Stream, StreamId};
+use crate::scatter::ScatterMap;
 use crate::tlsf::Handle;
 
 use super::block::touched;
@@ -78,29 +78,12 @@ impl State {
     }
 }
 
-/// Spreads small numbers.
-#[derive(Debug, Default)]
-pub(super) struct Scatter(u64);
-
-impl Hasher for Scatter {
-    fn finish(&self) -> u64 {
-        self.0
-    }
-    fn write(&mut self, bytes: &[u8]) {
-        bytes.iter().for_each(|byte| self.write_u64(u64::from(*byte)));
-    }
-    fn write_u64(&mut self, n: u64) {
-        let product = (self.0 ^ n).wrapping_mul(0x9e37_79b9_7f4a_7c15);
-        self.0 = product ^ (product >> 32);
-    }
-}
-
 #[derive(Debug)]
 pub(super) struct Streams {
     driver: Arc<dyn Driver>,
     states: Vec<State>,
     vacant: Vec<u32>,
-    by_id: HashMap<StreamId, u32, BuildHasherDefault<Scatter>>,
+    by_id: ScatterMap<StreamId, u32>,
     last: (StreamId, u32),
     clock: u64,
     /// Captures under way.
@@ -121,7 +104,7 @@ impl Streams {
             driver,
             states: touched(PLENTY, || State::new(LIMBO_ID, 0), 1),
             vacant: Vec::new(),
-            by_id: HashMap::with_capacity_and_hasher(64, BuildHasherDefault::default()),
+            by_id: ScatterMap::with_capacity_and_hasher(64, Default::default()),
             last: (LIMBO_ID, LIMBO),
             clock: 1,
             captures: 0,

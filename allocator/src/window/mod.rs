@@ -11,6 +11,7 @@ use parking_lot::Mutex;
 pub use runs::Epochs;
 
 use crate::driver::{Access, Addr, Driver, DriverError, Memory};
+use crate::Few;
 use runs::Runs;
 
 /// One chunk of a window. Always mapped whole.
@@ -182,7 +183,7 @@ impl Window {
     /// The epochs of the mapped chunks that a range touches, by address. As cheap for a large range as for a small one, where its
     /// chunks came one behind the other.
     #[must_use]
-    pub fn epochs_in(&self, offset: u64, bytes: u64) -> Vec<Epochs> {
+    pub fn epochs_in(&self, offset: u64, bytes: u64) -> Few<Epochs> {
         self.mapped.lock().runs.epochs_in(offset, bytes)
     }
 

@@ -4,6 +4,7 @@
 use std::collections::BTreeMap;
 
 use super::Chunk;
+use crate::Few;
 
 /// Consecutive epochs: one at least, and the last is a number.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -139,8 +140,8 @@ impl Runs {
     }
 
     /// The epochs of the chunks that a range touches, by address.
-    pub(super) fn epochs_in(&self, offset: u64, bytes: u64) -> Vec<Epochs> {
-        let mut found: Vec<Epochs> = Vec::new();
+    pub(super) fn epochs_in(&self, offset: u64, bytes: u64) -> Few<Epochs> {
+        let mut found: Few<Epochs> = Few::new();
         for run in self.touched(offset, bytes) {
             match found.last_mut().and_then(|last| Some((last.and(run.epochs)?, last))) {
                 Some((both, last)) => *last = both,
@@ -208,12 +209,12 @@ mod tests {
             runs.add(&chunk(10 + n, n * 8, 8));
         }
         assert_eq!(runs.0.len(), 1);
-        assert_eq!(runs.epochs_in(0, 32), [run(10, 4)]);
-        assert_eq!(runs.epochs_in(9, 8), [run(11, 2)]);
+        assert_eq!(runs.epochs_in(0, 32)[..], [run(10, 4)]);
+        assert_eq!(runs.epochs_in(9, 8)[..], [run(11, 2)]);
         assert!(runs.are(9, 8, &[run(11, 1), run(12, 1)]), "however it is cut");
         assert!(!runs.are(9, 8, &[run(11, 1)]) && !runs.are(9, 8, &[run(11, 3)]) && !runs.are(9, 8, &[run(10, 2)]));
         runs.remove(&chunk(12, 16, 8));
-        assert_eq!(runs.epochs_in(0, 32), [run(10, 2), run(13, 1)]);
+        assert_eq!(runs.epochs_in(0, 32)[..], [run(10, 2), run(13, 1)]);
         assert!(!runs.are(0, 32, &[run(10, 2), run(13, 1)]), "there is a hole");
         runs.add(&chunk(99, 16, 8));
         assert!(runs.are(0, 32, &[run(10, 2), run(99, 1), run(13, 1)]));
@@ -227,7 +228,7 @@ mod tests {
         runs.add(&chunk(2, 8, 8));
         runs.add(&chunk(3, 16, 4));
         assert_eq!(runs.0.len(), 2);
-        assert_eq!(runs.epochs_in(0, 20), [run(1, 3)]);
+        assert_eq!(runs.epochs_in(0, 20)[..], [run(1, 3)]);
         assert!(runs.are(0, 20, &[run(1, 3)]));
         assert!(!runs.are(0, 21, &[run(1, 3)]), "a byte beyond");
         assert!(!runs.are(u64::MAX, 2, &[run(1, 3)]));

@@ -7,6 +7,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use millpond_allocator::window::Epochs;
+use millpond_allocator::Few;
 use parking_lot::Mutex;
 use rustix::net::{shutdown, Shutdown};
 use serde::{Deserialize, Serialize};
@@ -31,14 +32,14 @@ pub(super) struct Descriptor {
     #[serde(rename = "n")]
     pub(super) bytes: u64,
     /// The epochs of the chunks that it touches, by address.
-    #[serde(rename = "e", default, skip_serializing_if = "Vec::is_empty", with = "epochs")]
-    pub(super) epochs: Vec<Epochs>,
+    #[serde(rename = "e", default, skip_serializing_if = "Few::is_empty", with = "epochs")]
+    pub(super) epochs: Few<Epochs>,
     /// The hold: producer's slot, place in its table, generation.
     #[serde(rename = "h")]
     pub(super) hold: (u32, u32, u32),
     /// Which of the message's signals must be reached before the bytes are what was sent.
-    #[serde(rename = "r", default, skip_serializing_if = "Vec::is_empty")]
-    pub(super) ready: Vec<u32>,
+    #[serde(rename = "r", default, skip_serializing_if = "Few::is_empty")]
+    pub(super) ready: Few<u32>,
     /// The receiver is to map it read-only.
     #[serde(rename = "ro", default, skip_serializing_if = "std::ops::Not::not")]
     pub(super) read_only: bool,
@@ -78,11 +79,11 @@ pub(super) struct Frame {
     /// The sender's own: the shape of the value, carried as it is.
     pub(super) tree: Box<RawValue>,
     /// Signals: (timeline, value).
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    pub(super) ready: Vec<(u32, u64)>,
+    #[serde(default, skip_serializing_if = "Few::is_empty")]
+    pub(super) ready: Few<(u32, u64)>,
     /// Of those that another client than the sender is to give: (which of the signals, that client's serial).
-    #[serde(rename = "by", default, skip_serializing_if = "Vec::is_empty")]
-    pub(super) makers: Vec<(u32, u64)>,
+    #[serde(rename = "by", default, skip_serializing_if = "Few::is_empty")]
+    pub(super) makers: Few<(u32, u64)>,
     /// The tensors that the tree numbers.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub(super) tensors: Vec<Descriptor>,
@@ -170,7 +171,7 @@ impl Office {
 #[derive(Debug)]
 pub struct Channel {
     socket: OwnedFd,
-    peer: Peer,
+    peer: Arc<Peer>,
     office: Arc<Office>,
     reader: Mutex<FrameReader>,
     sending: Mutex<()>,
@@ -187,7 +188,7 @@ impl Channel {
     pub(super) fn new(socket: OwnedFd, peer: Peer, office: Arc<Office>) -> Self {
         Self {
             socket,
-            peer,
+            peer: Arc::new(peer),
             office,
             reader: Mutex::new(FrameReader::exact()),
             sending: Mutex::new(()),
@@ -201,7 +202,12 @@ impl Channel {
 
     /// Who is at the other end.
     #[must_use]
-    pub const fn peer(&self) -> &Peer {
+    pub fn peer(&self) -> &Peer {
+        &self.peer
+    }
+
+    /// The same, to be kept.
+    pub(super) fn shared_peer(&self) -> &Arc<Peer> {
         &self.peer
     }
 
@@ -263,7 +269,7 @@ impl Channel {
 
     /// Why there is nothing more to be had: the owner's row says why it killed the peer before it does.
     fn closed(&self) -> Error {
-        let Peer { name, pid, .. } = &self.peer;
+        let Peer { name, pid, .. } = &*self.peer;
         match cause_of(&self.office.control, &self.peer) {
             Some(cause) => Error::PeerDied(format!("{name} (pid {pid}) was {cause}")),
             None => Error::Closed(format!("the channel to {name} (pid {pid}) is closed")),

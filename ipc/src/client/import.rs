@@ -7,6 +7,7 @@ use millpond_allocator::driver::{Addr, Event, StreamId};
 use millpond_allocator::record::Kind;
 use millpond_allocator::timeline::{Reached, Signal};
 use millpond_allocator::window::{Chunk, Epochs};
+use millpond_allocator::Few;
 use parking_lot::Mutex;
 
 use super::device::Opened;
@@ -27,22 +28,22 @@ pub(super) struct Import {
     pub(super) device: u32,
     pub(super) offset: u64,
     pub(super) bytes: u64,
-    pub(super) epochs: Vec<Epochs>,
+    pub(super) epochs: Few<Epochs>,
     /// READY: what must be reached before the bytes are what was sent.
-    pub(super) ready: Vec<Due>,
+    pub(super) ready: Few<Due>,
     /// Mapped without write access, and forwarded so.
     pub(super) read_only: bool,
     /// Where it is mapped here, once it is.
     pub(super) addr: Option<Addr>,
     /// The streams that may use it, as far as we were told.
-    pub(super) streams: Vec<StreamId>,
+    pub(super) streams: Few<StreamId>,
     /// The owner keeps it for this client if its producer dies.
     pub(super) adopted: bool,
     /// Whoever was to make it ready died before: its bytes are not what was to be sent.
     pub(super) lost: bool,
     /// Why that one was killed, if it was.
     pub(super) cause: Option<Cause>,
-    pub(super) sender: String,
+    pub(super) sender: Arc<Peer>,
 }
 
 impl Import {
@@ -76,9 +77,9 @@ struct Parting {
     hold: HoldRef,
     device: u32,
     /// Streams that may use it and have not signalled since.
-    streams: Vec<StreamId>,
+    streams: Few<StreamId>,
     /// Signals of those that have.
-    signals: Vec<Signal>,
+    signals: Few<Signal>,
     /// Somebody is about to signal for it.
     claimed: bool,
     /// A context-wide event covers it. That may stand behind streams that have nothing to do with it: a signal may be sooner.
@@ -100,7 +101,7 @@ struct Batch {
 
 /// Partings of one stream, for which a signal is about to be queued on it. A parting that comes later is not covered by it.
 #[derive(Debug, Default)]
-pub(super) struct Claimed(Vec<u64>, Option<StreamId>);
+pub(super) struct Claimed(Few<u64>, Option<StreamId>);
 
 impl Claimed {
     pub(super) fn is_empty(&self) -> bool {
@@ -149,7 +150,7 @@ impl Imports {
         let right = |claim: &Claim| (claim.window, claim.offset, claim.bytes) == (import.window, import.offset, import.bytes);
         if !record.claim().is_some_and(|claim| right(&claim)) {
             record.finish(hold.generation, self.me as u8, None);
-            return Err(Error::Protocol(format!("{} sent a value whose hold is on other bytes", import.sender)));
+            return Err(Error::Protocol(format!("{} sent a value whose hold is on other bytes", import.sender.name)));
         }
         record::held(Kind::Receive, hold, (import.window, import.offset, import.bytes));
         let mut slab = self.slab.lock();
@@ -201,7 +202,7 @@ impl Imports {
             hold: import.hold,
             device: import.device,
             streams: import.streams,
-            signals: Vec::new(),
+            signals: Few::new(),
             claimed: false,
             batched: false,
             seen: false,
@@ -279,10 +280,11 @@ impl Imports {
         self.control.timeline(signal.timeline).is_none_or(|word| word.reached(signal.value) != Reached::No)
     }
 
-    /// For streams that never come back to us: one event over the whole context, and when that is over, so are they.
-    pub(super) fn tick(&self, opened: &Opened) {
+    /// For streams that never come back to us: one event over the whole context, and when that is over, so are they. Whether
+    /// something is left that was there at the last look already.
+    pub(super) fn tick(&self, opened: &Opened) -> bool {
         if !self.any_parting() {
-            return;
+            return false;
         }
         let mut over: Vec<u64> = Vec::new();
         self.batches.lock().retain_mut(|batch| {
@@ -293,23 +295,26 @@ impl Imports {
             }
             !done
         });
-        let mut left = Vec::new();
+        let (mut left, mut stays) = (Vec::new(), false);
         self.parting.lock().retain_mut(|p| {
             let signalled = p.streams.is_empty() && p.signals.iter().all(|signal| self.is_over(signal));
             let done = over.contains(&p.id) || p.device == opened.index && !p.claimed && signalled;
             if done {
                 self.finish(p.hold, None);
                 self.waiting.fetch_sub(1, Ordering::Relaxed);
-            } else if p.device == opened.index && !p.batched && !p.streams.is_empty() {
+            } else if p.device == opened.index {
+                let seen = std::mem::replace(&mut p.seen, true);
+                stays |= seen;
                 // Where messages come and go, the next one's signal covers it before the second look, and no event is needed.
-                p.batched = p.seen;
-                p.seen = true;
-                left.extend(p.batched.then_some(p.id));
+                if seen && !p.batched && !p.streams.is_empty() {
+                    p.batched = true;
+                    left.push(p.id);
+                }
             }
             !done
         });
         if left.is_empty() {
-            return;
+            return stays;
         }
         // Recording the context would end a capture that is on. Without it each stream signals when it is next seen.
         let recorded = opened.heap.unless_capturing(|| {
@@ -320,6 +325,7 @@ impl Imports {
             Some(Ok(event)) => self.batches.lock().push(Batch { device: opened.index, event, partings: left }),
             _ => self.parting.lock().iter_mut().filter(|p| left.contains(&p.id)).for_each(|p| p.batched = false),
         }
+        stays
     }
 
     /// Whether anything of a chunk is still held or parting here, other than by one import.
@@ -353,7 +359,7 @@ impl Imports {
     pub(super) fn died(&self, dead: &Peer, cause: Option<Cause>) {
         let mut slab = self.slab.lock();
         for import in slab.entries.iter_mut().filter_map(|entry| entry.1.as_mut()) {
-            let (theirs, others): (Vec<Due>, Vec<Due>) = import.ready.iter().partition(|due| due.is_of(dead));
+            let (theirs, others): (Few<Due>, Few<Due>) = import.ready.iter().copied().partition(|due| due.is_of(dead));
             if !theirs.iter().all(|due| due.look(&self.control) == Reached::Yes) {
                 (import.lost, import.cause) = (true, import.cause.or(cause));
             }

@@ -1,11 +1,11 @@
 //! Leases: blocks of this client that others hold, until the last is done with its use of them on the GPU.
 
-use std::collections::HashMap;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::Arc;
 
 use millpond_allocator::driver::Addr;
 use millpond_allocator::heap::{Heap, Pin};
+use millpond_allocator::scatter::ScatterMap;
 use millpond_allocator::timeline::Reached;
 use parking_lot::Mutex;
 
@@ -34,8 +34,8 @@ struct Lease {
 
 #[derive(Debug, Default)]
 struct Table {
-    leases: HashMap<u64, Lease>,
-    by_block: HashMap<(u32, u64), u64>,
+    leases: ScatterMap<u64, Lease>,
+    by_block: ScatterMap<(u32, u64), u64>,
     next: u64,
     free: Vec<u32>,
     used: u32,

@@ -12,6 +12,7 @@ mod lease;
 mod link;
 mod nudge;
 mod options;
+mod pause;
 mod pinned;
 mod place;
 mod policy;
@@ -49,6 +50,7 @@ use std::time::{Duration, Instant};
 use millpond_allocator::driver::Driver;
 use millpond_allocator::origin::Origin;
 use millpond_allocator::pins::Pins;
+use millpond_allocator::scatter::ScatterMap;
 use millpond_allocator::timeline::Slots;
 use parking_lot::Mutex;
 
@@ -92,7 +94,7 @@ pub struct Client {
     imports: Imports,
     office: Arc<Office>,
     /// Whose the windows of others are: (device, client).
-    windows: Mutex<HashMap<u32, (u32, Peer)>>,
+    windows: Mutex<ScatterMap<u32, (u32, Peer)>>,
     /// Pidfds of those that this client imports from, by serial: for when there is no owner any more.
     pidfds: Mutex<HashMap<u64, OwnedFd>>,
     /// Set when the owner is gone.
@@ -316,13 +318,13 @@ impl Client {
         self.imports.bytes()
     }
 
-    fn window(&self, window: u32) -> Result<(u32, Peer), Error> {
-        if let Some(known) = self.windows.lock().get(&window) {
-            return Ok(known.clone());
+    /// A window's device, and the client whose it is.
+    fn window(&self, window: u32) -> Result<(u32, u32), Error> {
+        if let Some((device, peer)) = self.windows.lock().get(&window) {
+            return Ok((*device, peer.client));
         }
         if let Some(own) = self.devices.iter().find(|device| device.grant.window == window) {
-            let peer = Peer { client: self.shared.me, serial: self.welcome.serial, name: "self".to_owned(), pid: self.pid };
-            return Ok((own.grant.index, peer));
+            return Ok((own.grant.index, self.shared.me));
         }
         let (device, peer, pidfd) = device::window_owner(&self.shared.link, window)?;
         if peer.client as usize >= MAX_CLIENTS {
@@ -331,8 +333,9 @@ impl Client {
         if let Some(pidfd) = pidfd {
             self.pidfds.lock().insert(peer.serial, pidfd);
         }
-        self.windows.lock().insert(window, (device, peer.clone()));
-        Ok((device, peer))
+        let client = peer.client;
+        self.windows.lock().insert(window, (device, peer));
+        Ok((device, client))
     }
 }
 

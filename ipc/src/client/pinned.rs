@@ -18,7 +18,7 @@ use parking_lot::Mutex;
 use super::device::{Device, Opened};
 use super::due::Due;
 use super::error::Error;
-use super::receive::deadline;
+use super::pause::deadline;
 use super::{Client, Place};
 
 /// A part of a value that leaves by host memory: one past its last byte, and the signal that the bytes up to there since the part

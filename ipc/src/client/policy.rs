@@ -40,7 +40,7 @@ impl Client {
         Error::PeerDied(format!(
             "the process that made this value died{why} before it was ready ({} bytes, received from {}): its bytes are not what was to be \
              sent",
-            import.bytes, import.sender
+            import.bytes, import.sender.name
         ))
     }
 }

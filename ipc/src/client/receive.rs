@@ -1,10 +1,12 @@
 //! Receiving: IMPORT, and everything until the value is let go. No driver call a tensor but the wait.
 
 use std::sync::atomic::Ordering;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use millpond_allocator::driver::{Addr, DeviceInfo, Stream, StreamId};
 use millpond_allocator::timeline::{Reached, Signal, TimelineError, Word};
+use millpond_allocator::Few;
 use serde_json::value::RawValue;
 
 use super::channel::{Channel, Descriptor, Frame, NOWHERE, UNCOUNTED};
@@ -13,7 +15,7 @@ use super::due::{serial_of, slot_of, Due};
 use super::error::Error;
 use super::fault::{self, Fault};
 use super::import::Import;
-use super::link::LONGEST;
+use super::pause::{deadline, Pause};
 use super::record::{self, now_if_on};
 use super::{Client, Place};
 use crate::control::{Count, Tier};
@@ -64,7 +66,7 @@ impl Client {
     pub fn receive(&self, channel: &Channel, options: &ReceiveOptions<'_>) -> Result<Message, Error> {
         self.check_alive()?;
         let frame = channel.receive(options.timeout)?;
-        let result = self.taken_up(frame, options, channel.peer());
+        let result = self.taken_up(frame, options, channel.shared_peer());
         if matches!(result, Err(Error::Protocol(_) | Error::Stale(_))) {
             channel.distrust();
         }
@@ -72,9 +74,9 @@ impl Client {
     }
 
     /// The message that a frame is; where one of its values is refused, all are let go.
-    pub(super) fn taken_up(&self, frame: Frame, options: &ReceiveOptions<'_>, sender: &Peer) -> Result<Message, Error> {
+    pub(super) fn taken_up(&self, mut frame: Frame, options: &ReceiveOptions<'_>, sender: &Arc<Peer>) -> Result<Message, Error> {
         let mut tensors = Vec::with_capacity(frame.tensors.len());
-        if let Err(error) = self.take_up(&frame, options, sender, &mut tensors) {
+        if let Err(error) = self.take_up(&mut frame, options, sender, &mut tensors) {
             tensors.iter().for_each(|tensor| drop(self.release(tensor.import)));
             // Those that were taken up are left alone by this.
             frame.tensors.iter().for_each(|descriptor| self.imports.decline(descriptor.hold()));
@@ -91,15 +93,21 @@ impl Client {
         Ok(Message { tree: frame.tree, tensors })
     }
 
-    fn take_up(&self, frame: &Frame, options: &ReceiveOptions<'_>, sender: &Peer, tensors: &mut Vec<Incoming>) -> Result<(), Error> {
-        for descriptor in &frame.tensors {
+    fn take_up(
+        &self,
+        frame: &mut Frame,
+        options: &ReceiveOptions<'_>,
+        sender: &Arc<Peer>,
+        tensors: &mut Vec<Incoming>,
+    ) -> Result<(), Error> {
+        for descriptor in &mut frame.tensors {
             if descriptor.window == NOWHERE {
                 tensors.push(Incoming { addr: 0, bytes: 0, import: 0, place: Place::Host, read_only: false });
                 continue;
             }
             let (device, producer) = self.window(descriptor.window)?;
             let device = self.device_at(device)?;
-            if descriptor.hold.0 != producer.client {
+            if descriptor.hold.0 != producer {
                 return Err(Error::Protocol(format!("{} sent a value whose hold is in another client's table", sender.name)));
             }
             if descriptor.offset.checked_add(descriptor.bytes).is_none_or(|end| end > device.grant.window_bytes) {
@@ -108,22 +116,22 @@ impl Client {
                     sender.name, descriptor.offset, descriptor.offset, descriptor.bytes, device.grant.window_bytes
                 )));
             }
-            let (ready, lost) = self.not_ready(frame, descriptor, sender)?;
+            let (ready, lost) = self.not_ready((&frame.ready, &frame.makers), descriptor, sender)?;
             let import = Import {
                 hold: descriptor.hold(),
                 window: descriptor.window,
                 device: device.grant.index,
                 offset: descriptor.offset,
                 bytes: descriptor.bytes,
-                epochs: descriptor.epochs.clone(),
+                epochs: std::mem::take(&mut descriptor.epochs),
                 ready,
                 read_only: descriptor.read_only,
                 addr: None,
-                streams: Vec::new(),
+                streams: Few::new(),
                 adopted: false,
                 lost,
                 cause: None,
-                sender: sender.name.clone(),
+                sender: sender.clone(),
             };
             let handle = self.imports.add(import)?;
             let place = self.place_of(device);
@@ -141,19 +149,25 @@ impl Client {
     }
 
     /// The signals of a value that are not reached yet, and whether one never will be.
-    fn not_ready(&self, frame: &Frame, descriptor: &Descriptor, sender: &Peer) -> Result<(Vec<Due>, bool), Error> {
-        let (mut left, mut lost) = (Vec::new(), false);
+    fn not_ready(
+        &self,
+        (signals, makers): (&[(u32, u64)], &[(u32, u64)]),
+        descriptor: &Descriptor,
+        sender: &Peer,
+    ) -> Result<(Few<Due>, bool), Error> {
+        let (mut left, mut lost) = (Few::new(), false);
         for number in &descriptor.ready {
-            let (timeline, value) = frame.ready.get(*number as usize).copied().ok_or_else(|| {
-                Error::Protocol(format!("{} sent a value that names signal {number} of {}", sender.name, frame.ready.len()))
-            })?;
+            let (timeline, value) = signals
+                .get(*number as usize)
+                .copied()
+                .ok_or_else(|| Error::Protocol(format!("{} sent a value that names signal {number} of {}", sender.name, signals.len())))?;
             let control = &self.shared.control;
             if control.timeline(timeline).is_none() {
                 return Err(Error::Protocol(format!("{} sent a signal of timeline {timeline}, which does not exist", sender.name)));
             }
             let signal = Signal { timeline, value };
             // A sender is who its channel says; of another's signal, that it passed on, it says itself who is to give it.
-            let named = || frame.makers.iter().find(|(of, _)| of == number).map(|(_, serial)| *serial);
+            let named = || makers.iter().find(|(of, _)| of == number).map(|(_, serial)| *serial);
             let maker = if slot_of(signal) == sender.client { Some(sender.serial) } else { named() };
             let due = Due { signal, maker: maker.or_else(|| serial_of(control, slot_of(signal))).unwrap_or_default() };
             match due.look(control) {
@@ -179,7 +193,7 @@ impl Client {
         let addr = self.mapped(handle, &import, &opened)?;
         // On every import: the same block may have been sent again with new contents.
         let on_cpu = wait || stream.is_none() || self.host_waits;
-        let until = deadline(timeout);
+        let until = if on_cpu { deadline(timeout) } else { None };
         let identify = || stream.map(|stream| opened.identify(stream)).transpose();
         // Asked once, but not before a wait that may take long.
         let on = if on_cpu { None } else { stream.zip(identify()?) };
@@ -418,32 +432,5 @@ impl Client {
                 return Err(Error::Timeout("the value was not ready in time".to_owned()));
             }
         }
-    }
-}
-
-/// When a time-out is over; `None`: never.
-pub(super) fn deadline(timeout: Option<Duration>) -> Option<Instant> {
-    timeout.map(|timeout| Instant::now() + timeout.min(LONGEST))
-}
-
-/// Waits a little, and a little longer each time: a word in shared memory that a GPU or another process will change.
-#[derive(Debug, Default)]
-struct Pause(u32);
-
-impl Pause {
-    /// False when the deadline has passed.
-    fn wait(&mut self, deadline: Option<Instant>) -> bool {
-        self.wait_by(deadline, std::thread::sleep)
-    }
-
-    /// The same, where something may end a longer wait before its time.
-    fn wait_by(&mut self, deadline: Option<Instant>, sleep: impl FnOnce(Duration)) -> bool {
-        self.0 = self.0.saturating_add(1);
-        match self.0 {
-            0..=500 => std::hint::spin_loop(),
-            501..=600 => std::thread::yield_now(),
-            n => sleep(Duration::from_micros(u64::from(n - 600).min(500))),
-        }
-        deadline.is_none_or(|at| Instant::now() < at)
     }
 }

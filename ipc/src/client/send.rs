@@ -1,12 +1,12 @@
 //! Sending: EXPORT and READY. Every hold is made before the frame leaves; no bytes on the socket, no driver call a tensor.
 
-use std::collections::HashMap;
 use std::sync::atomic::Ordering;
 use std::sync::Arc;
 use std::time::Duration;
 
 use millpond_allocator::driver::{Addr, Stream, StreamId};
 use millpond_allocator::timeline::{Reached, Signal, TimelineError};
+use millpond_allocator::Few;
 use serde_json::value::RawValue;
 
 use super::channel::{Channel, Descriptor, Frame, Kind, NOWHERE, UNCOUNTED};
@@ -18,6 +18,11 @@ use super::lease::{cancel, forward, HoldRef};
 use super::record::{self, now_if_on};
 use super::{Client, Place};
 use crate::control::{Count, Fall, Tier};
+
+/// About what a frame takes without its tree and tensors, with a signal or two.
+const FRAME_BYTES: usize = 128;
+/// About what a tensor's descriptor takes.
+const DESCRIPTOR_BYTES: usize = 96;
 
 /// A tensor to be sent.
 #[derive(Debug, Clone, Copy)]
@@ -64,27 +69,28 @@ impl Way {
 /// What a send has done so far, to be undone if it fails.
 pub(super) struct Draft<'a> {
     client: &'a Client,
-    holds: Vec<HoldRef>,
-    signals: Vec<Due>,
-    of_stream: HashMap<(u32, u64), u32>,
+    holds: Few<HoldRef>,
+    signals: Few<Due>,
+    /// The number of the signal of each (device, stream) that has one: few, so they are looked through.
+    of_stream: Few<((u32, u64), u32)>,
     tensors: Vec<Descriptor>,
     copied: Vec<(Arc<Opened>, Addr, u64)>,
     copied_bytes: u64,
     /// Device and tier of each tensor that has bytes.
-    crossed: Vec<(u32, Tier)>,
+    crossed: Few<(u32, Tier)>,
 }
 
 impl<'a> Draft<'a> {
     fn new(client: &'a Client, tensors: usize) -> Self {
         Self {
             client,
-            holds: Vec::with_capacity(tensors),
-            signals: Vec::new(),
-            of_stream: HashMap::new(),
+            holds: Few::with_capacity(tensors),
+            signals: Few::new(),
+            of_stream: Few::new(),
             tensors: Vec::with_capacity(tensors),
             copied: Vec::new(),
             copied_bytes: 0,
-            crossed: Vec::with_capacity(tensors),
+            crossed: Few::with_capacity(tensors),
         }
     }
 
@@ -165,8 +171,9 @@ impl Client {
         let at = now_if_on();
         let (mut draft, copied) = self.drafted(channel.peer().client, tensors)?;
         let frame = draft.frame(tree);
-        let sent =
-            serde_json::to_vec(&frame).map_err(|error| Error::Internal(error.to_string())).and_then(|body| channel.send(&body, timeout));
+        let mut body = Vec::with_capacity(FRAME_BYTES + frame.tree.get().len() + DESCRIPTOR_BYTES * tensors.len());
+        let written = serde_json::to_writer(&mut body, &frame).map_err(|error| Error::Internal(error.to_string()));
+        let sent = written.and_then(|()| channel.send(&body, timeout));
         if let Err(error) = sent {
             draft.abandon();
             return Err(error);
@@ -192,16 +199,16 @@ impl Client {
     fn draft(&self, draft: &mut Draft<'_>, receiver: u32, tensors: &[Outgoing]) -> Result<Vec<bool>, Error> {
         let receiver = receiver as u8;
         let mut copied = vec![false; tensors.len()];
-        let mut on: Vec<Option<(Arc<Opened>, Stream)>> = Vec::with_capacity(tensors.len());
+        let mut on: Few<Option<(Arc<Opened>, Stream)>> = Few::with_capacity(tensors.len());
         for (tensor, copied) in tensors.iter().zip(&mut copied) {
             if tensor.bytes == 0 && tensor.import.is_none() {
                 draft.tensors.push(Descriptor {
                     window: NOWHERE,
                     offset: 0,
                     bytes: 0,
-                    epochs: Vec::new(),
+                    epochs: Few::new(),
                     hold: (0, 0, 0),
-                    ready: Vec::new(),
+                    ready: Few::new(),
                     read_only: false,
                     tier: 0,
                 });
@@ -214,13 +221,13 @@ impl Client {
         for (number, on) in on.into_iter().enumerate() {
             let Some((opened, stream)) = on else { continue };
             let key = (opened.index, stream.0);
-            let signal = match draft.of_stream.get(&key) {
-                Some(signal) => *signal,
+            let signal = match draft.of_stream.iter().find(|(of, _)| *of == key) {
+                Some((_, signal)) => *signal,
                 None => {
                     let id = opened.identify(stream)?;
                     let signal = self.signal(&opened, (stream, id), self.imports.claim(opened.index, id))?;
                     let at = draft.signal(signal);
-                    draft.of_stream.insert(key, at);
+                    draft.of_stream.push((key, at));
                     at
                 }
             };
@@ -267,7 +274,7 @@ impl Client {
                 if opened.driver.is_host() {
                     let copying = self.departures.ready(tensor.addr, tensor.bytes);
                     let signals: Vec<u32> = copying.into_iter().map(|signal| draft.signal(signal)).collect();
-                    draft.tensors.last_mut().into_iter().for_each(|descriptor| descriptor.ready.extend(&signals));
+                    draft.tensors.last_mut().into_iter().for_each(|descriptor| descriptor.ready.extend_from_slice(&signals));
                 }
             }
             None => {
@@ -303,7 +310,7 @@ impl Client {
             bytes: range.1,
             epochs: opened.heap.window().epochs_in(range.0, range.1),
             hold: (hold.producer, hold.index, hold.generation),
-            ready: Vec::new(),
+            ready: Few::new(),
             read_only: tensor.read_only,
             tier: tier.map_or(UNCOUNTED, |tier| tier as u8),
         });
@@ -338,7 +345,7 @@ impl Client {
         };
         let hold = forward(&self.shared.control, self.shared.me, import.hold, (offset, bytes), receiver)?;
         draft.holds.push(hold);
-        let mut ready = Vec::new();
+        let mut ready = Few::new();
         for due in &import.ready {
             match due.look(&self.shared.control) {
                 Reached::Yes => {}

@@ -22,6 +22,41 @@ const IDLE: Duration = Duration::from_millis(200);
 const LENT: Duration = Duration::from_millis(20);
 /// While something waits to be let go: what two looks see gets an event of its own.
 const PARTING: Duration = Duration::from_millis(1);
+/// How often that doubles while every look finds something else that waits: messages come and go, and each lets go of what the one
+/// before has brought.
+const FLOWING: u32 = 2;
+
+/// What a look came to.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Found {
+    /// Something waits to be let go that did at the last look too.
+    Staying,
+    /// What waits to be let go does since the last look.
+    Passing,
+    /// Others hold something of ours, or something else is to be looked after.
+    Lent,
+    Nothing,
+}
+
+/// How soon the next look follows.
+#[derive(Debug, Default)]
+struct Pace {
+    /// Looks, one after the other, that found [`Found::Passing`].
+    passing: u32,
+}
+
+impl Pace {
+    fn after(&mut self, found: Found) -> Duration {
+        let passing = self.passing;
+        self.passing = if found == Found::Passing { (passing + 1).min(FLOWING) } else { 0 };
+        match found {
+            Found::Staying => PARTING,
+            Found::Passing => PARTING * (1 << passing),
+            Found::Lent => LENT,
+            Found::Nothing => IDLE,
+        }
+    }
+}
 
 pub(super) fn start(client: &Arc<Client>, on_owner_death: OnOwnerDeath) -> Result<(), Error> {
     let (sender, notices) = channel();
@@ -44,7 +79,7 @@ pub(super) fn start(client: &Arc<Client>, on_owner_death: OnOwnerDeath) -> Resul
 }
 
 fn tend(client: &Weak<Client>, notices: &Receiver<Notice>, on_owner_death: OnOwnerDeath) {
-    let mut pause = IDLE;
+    let (mut pause, mut pace) = (IDLE, Pace::default());
     let mut ticked = Instant::now();
     loop {
         let notice = notices.recv_timeout(pause.saturating_sub(ticked.elapsed()));
@@ -63,7 +98,7 @@ fn tend(client: &Weak<Client>, notices: &Receiver<Notice>, on_owner_death: OnOwn
         }
         // However many notices come, ticks are not put off.
         if ticked.elapsed() >= pause {
-            pause = client.tick();
+            pause = pace.after(client.tick());
             ticked = Instant::now();
         }
     }
@@ -78,21 +113,26 @@ impl Client {
         }
     }
 
-    fn tick(&self) -> Duration {
+    /// Looks after everything.
+    fn tick(&self) -> Found {
         if let Some(beat) = self.shared.control.beat(self.shared.me) {
             beat.store(crate::control::now_ms(), Ordering::Relaxed);
         }
         self.shared.leases.reap();
-        self.tick_devices();
+        let stays = self.tick_devices();
         let alone = self.attend_wake();
         self.nudged.look();
         match (self.imports.any_parting(), self.shared.leases.len()) {
             (true, _) => {
                 self.nudged.looks_soon();
-                PARTING
+                if stays {
+                    Found::Staying
+                } else {
+                    Found::Passing
+                }
             }
-            (false, 0) if !alone && !self.owes() => IDLE,
-            (false, _) => LENT,
+            (false, 0) if !alone && !self.owes() => Found::Nothing,
+            (false, _) => Found::Lent,
         }
     }
 
@@ -101,14 +141,17 @@ impl Client {
         self.devices.iter().filter_map(Device::if_open).any(|opened| opened.heap.owed() > 0)
     }
 
-    pub(super) fn tick_devices(&self) {
+    /// Whether something that was let go of was found at the last look too.
+    pub(super) fn tick_devices(&self) -> bool {
+        let mut stays = false;
         for opened in self.devices.iter().filter_map(Device::if_open) {
             self.probe(&opened);
-            self.imports.tick(&opened);
+            stays |= self.imports.tick(&opened);
             opened.tick(|window, chunk| self.imports.uses(window, chunk, None));
             opened.heap.tick();
             opened.heap.set_leased_in(self.imports.bytes_on(opened.index));
         }
+        stays
     }
 
     /// Says once that a context is dead: nothing that this process was to signal on it ever will be.
@@ -165,5 +208,20 @@ impl Client {
         });
         self.devices.iter().filter_map(Device::if_open).for_each(|opened| opened.died(&gone));
         self.shared.events.push_death(peer.clone(), cause);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn looks_follow_less_often_while_messages_flow_and_at_once_when_one_stays() {
+        let mut pace = Pace::default();
+        let pauses = |pace: &mut Pace, found: &[Found]| found.iter().map(|found| pace.after(*found)).collect::<Vec<_>>();
+        let flow = pauses(&mut pace, &[Found::Passing; 5]);
+        assert_eq!(flow, [1, 2, 4, 4, 4].map(|times| PARTING * times));
+        assert_eq!(pauses(&mut pace, &[Found::Staying, Found::Passing, Found::Passing]), [PARTING, PARTING, PARTING * 2]);
+        assert_eq!(pauses(&mut pace, &[Found::Lent, Found::Nothing, Found::Passing]), [LENT, IDLE, PARTING]);
     }
 }

@@ -4,6 +4,8 @@
 //! each redeemer gets further ones beside them. A ticket ends when it is redeemed (for one), when it is cancelled, or when the
 //! process that made it ends.
 
+use std::sync::Arc;
+
 use millpond_allocator::driver::DeviceInfo;
 use serde::{Deserialize, Serialize};
 use serde_json::value::RawValue;
@@ -73,7 +75,7 @@ impl Client {
         }
         let stream = |_: &DeviceInfo| None;
         let options = ReceiveOptions { timeout: None, lazy: true, wait: false, stream: &stream };
-        self.taken_up(ticket.frame, &options, &ticket.from)
+        self.taken_up(ticket.frame, &options, &Arc::new(ticket.from))
     }
 
     /// Ends what is left of a ticket that this process made: nobody can redeem it any more. What was redeemed stays.

@@ -4,6 +4,7 @@
 use std::fmt;
 
 use millpond_allocator::window::Epochs;
+use millpond_allocator::Few;
 use serde::de::{Error, SeqAccess, Visitor};
 use serde::ser::SerializeSeq;
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
@@ -59,8 +60,8 @@ pub(crate) fn serialize<S: Serializer>(runs: &[Epochs], serializer: S) -> Result
 }
 
 /// Reads runs.
-pub(crate) fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<Epochs>, D::Error> {
-    let runs: Vec<Run> = Vec::deserialize(deserializer)?;
+pub(crate) fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Few<Epochs>, D::Error> {
+    let runs: Few<Run> = Few::deserialize(deserializer)?;
     Ok(runs.into_iter().map(|run| run.0).collect())
 }
 
@@ -69,15 +70,15 @@ mod tests {
     use super::*;
 
     #[derive(Debug, Serialize, Deserialize)]
-    struct Bearer(#[serde(with = "super")] Vec<Epochs>);
+    struct Bearer(#[serde(with = "super")] Few<Epochs>);
 
     #[test]
     fn one_is_a_number_and_more_are_a_run() {
-        let bearer = Bearer(vec![Epochs::one(7), Epochs::new(9, 32).unwrap()]);
+        let bearer = Bearer(Few::from_slice(&[Epochs::one(7), Epochs::new(9, 32).unwrap()]));
         let text = serde_json::to_string(&bearer).unwrap();
         assert_eq!(text, "[7,[9,32]]");
         assert_eq!(serde_json::from_str::<Bearer>(&text).unwrap().0, bearer.0);
-        assert_eq!(serde_json::from_str::<Bearer>("[[7,1]]").unwrap().0, [Epochs::one(7)]);
+        assert_eq!(serde_json::from_str::<Bearer>("[[7,1]]").unwrap().0[..], [Epochs::one(7)]);
     }
 
     #[test]

@@ -1,11 +1,13 @@
 //! The windows of others, as far as a device has mapped them: what is missing is fetched at first need, and what its client gave
 //! back goes when nothing here uses it any more.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::HashSet;
 use std::sync::Arc;
 
 use millpond_allocator::driver::{Access, Addr};
+use millpond_allocator::scatter::ScatterMap;
 use millpond_allocator::window::{Chunk, Epochs, Window};
+use millpond_allocator::Few;
 
 use super::source::import;
 use super::Opened;
@@ -25,7 +27,7 @@ pub(in crate::client) struct Range<'a> {
 }
 
 /// Windows of others, by number and by whether they are mapped for reading only.
-pub(super) type Peers = HashMap<(u32, bool), Arc<Window>>;
+pub(super) type Peers = ScatterMap<(u32, bool), Arc<Window>>;
 
 impl Opened {
     /// Where a range of a window is mapped here, after what is missing of it has been mapped. `in_use`: whether anything else
@@ -190,7 +192,7 @@ impl Opened {
     }
 
     /// The epochs of the chunks that a mapped range of any window touches.
-    pub(in crate::client) fn epochs_in(&self, window: u32, offset: u64, bytes: u64, read_only: bool) -> Vec<Epochs> {
+    pub(in crate::client) fn epochs_in(&self, window: u32, offset: u64, bytes: u64, read_only: bool) -> Few<Epochs> {
         if window == self.window {
             return self.heap.window().epochs_in(offset, bytes);
         }
