@@ -84,6 +84,7 @@ def _split(text):
 
 
 _BYTES = frozenset("bam")
+#: Looked up once: each tensor asks for them.
 _rows, _modules, _torch_contiguous = _dtypes.BY_NAME, sys.modules, _memory.torch_contiguous
 #: Decoders that nobody uses at the moment: to make one costs as much as to decode a small message.
 _spare = []
