@@ -7,6 +7,8 @@ import sys
 
 from . import _dtypes, _foreign, _memory, _native, _pinned, _ref, _session, _streams, _types, errors
 
+_Memory, _IMPORT, _READY = _memory.Memory, _native.KIND_IMPORT, _native.READY
+
 
 class Received:
     """A message as it came. It holds its imports: dropped without being decoded, it lets them go."""
@@ -18,10 +20,14 @@ class Received:
         self.peer = peer  # the sender's serial, where it came by a channel
         self.refused = None
         self.memories = tensors and [
-            _memory.Memory(handle, _native.KIND_IMPORT, address, nbytes, device, flags, stream, bool(flags & _native.READY))
+            _Memory(handle, _IMPORT, address, nbytes, device, flags, stream, flags & _READY != 0)
             for address, nbytes, stream, handle, device, flags in tensors
         ]
-        self.header, self.body = _split(text)  # last: a message that is not ours lets its imports go
+        # Last: a message that is not ours lets its imports go.
+        if text.startswith(_PLAIN) and text[-1] == "]":
+            self.header, self.body = _PLAIN_HEADER, text[len(_PLAIN) : -1]
+        else:
+            self.header, self.body = _split(text)
 
     def refuse(self, reason):
         """Its values are not to be handed out: decoding it says why, and lets them go."""
@@ -35,7 +41,10 @@ class Received:
         body = self.body
         try:
             if '"$"' not in body:
-                return _whole(_plain, body)
+                value, end = _plain(body, 0)  # what we send has no blanks around it
+                if end != len(body):
+                    raise ValueError("not JSON")
+                return value
             try:
                 decoder = _spare.pop()
             except IndexError:
@@ -45,22 +54,13 @@ class Received:
             raise
         except RecursionError:
             raise errors.Protocol("received a value that is nested too deep") from None
+        except StopIteration:
+            raise errors.Protocol("received a malformed value: not JSON") from None
         except (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError, ctypes.ArgumentError) as e:
             raise errors.Protocol(f"received a malformed value: {type(e).__name__}: {e}") from e
 
 
 _plain = json.JSONDecoder().scan_once
-
-
-def _whole(scan, text):
-    """The one value that a text is; what we send has no blanks around it."""
-    try:
-        value, end = scan(text, 0)
-    except StopIteration:
-        end = -1
-    if end != len(text):
-        raise ValueError("not JSON")
-    return value
 
 
 #: How a plain message begins: most do, and none has anything else in its header.
@@ -71,8 +71,6 @@ _FORMS = {"m": (), "c": (int, str, (int, type(None))), "r": (int,), "e": (int,),
 
 def _split(text):
     """`[header,body]`: the header parsed, the body as text."""
-    if text.startswith(_PLAIN) and text[-1] == "]":
-        return _PLAIN_HEADER, text[len(_PLAIN) : -1]
     try:
         header, end = _plain(text, 1)
         if text[0] != "[" or text[end] != "," or text[-1] != "]" or type(header) is not list:
@@ -86,6 +84,8 @@ def _split(text):
 
 
 _BYTES = frozenset("bam")
+#: Looked up once: each tensor asks for them.
+_rows, _modules, _torch_contiguous = _dtypes.BY_NAME, sys.modules, _memory.torch_contiguous
 #: Decoders that nobody uses at the moment: to make one costs as much as to decode a small message.
 _spare = []
 
@@ -102,7 +102,9 @@ class _Decoder:
         self.lazy = lazy
         self.inline = 0  # values in the message itself
         try:
-            value = _whole(self.scan, text)
+            value, end = self.scan(text, 0)
+            if end != len(text):
+                raise ValueError("not JSON")
             if self.inline:
                 _native.count(b"received.inline", self.inline)
             return value
@@ -119,10 +121,10 @@ class _Decoder:
 
     def tensor(self, node):
         tag, kind, index, offset, name, shape, strides = node
-        row = _dtypes.BY_NAME.get(name) or _dtypes.lookup(name)
+        row = _rows.get(name) or _dtypes.lookup(name)
         shape = tuple(shape)
-        if tag == kind == "t" and index >= 0 and not strides and not self.lazy and "torch" in sys.modules:
-            return _memory.torch_contiguous(self.memories[index], offset, row, shape)
+        if tag == kind == "t" and index >= 0 and not strides and not self.lazy and "torch" in _modules:
+            return _torch_contiguous(self.memories[index], offset, row, shape)
         strides = tuple(strides) if strides else None
         if index < 0:
             return self.nothing(kind, row, shape, offset)

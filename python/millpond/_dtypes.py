@@ -50,7 +50,8 @@ _ALIASES = {"float": "float32", "double": "float64", "half": "float16", "int": "
 
 _numpy_names = {}
 _numpy_types = {}
-_torch_names = {}
+#: Those of `of_torch` that were asked for so far.
+torch_names = {}
 
 
 def lookup(name):
@@ -89,12 +90,12 @@ def parse(dtype):
 
 def of_torch(dtype):
     """The travelling name of a torch dtype; `Unsupported` by name for quantised and sub-byte ones."""
-    name = _torch_names.get(dtype)
+    name = torch_names.get(dtype)
     if name is None:
         name = str(dtype).rpartition(".")[2]
         if name not in BY_NAME:
             raise errors.Unsupported(f"torch.{name} is {_why_not(name)}")
-        _torch_names[dtype] = name
+        torch_names[dtype] = name
     return name
 
 

@@ -1,6 +1,11 @@
 """What is gathered while a value is encoded: its memory ranges, and what is to be counted and kept. `_tree` writes the text."""
 
+import types
+
 from . import _leaves, _native, _pinned, _streams
+
+#: What most messages have none of is made when it is needed.
+_NONE = types.MappingProxyType({})
 
 
 class Encoder:
@@ -23,8 +28,8 @@ class Encoder:
         self.overlap = overlap
         self.streams = {}  # device -> the stream that READY follows
         self.leaves = []  # (device, first byte, end, position, node)
-        self.sparse = {}  # position -> a view with large gaps
-        self.imports = {}  # handle -> index
+        self.sparse = _NONE  # position -> a view with large gaps
+        self.imports = _NONE  # handle -> index
         self.text = b""
         self.tensors = []
         self.keep = []
@@ -34,10 +39,10 @@ class Encoder:
         self.inline = 0
         self.gpus = ()  # the GPUs in whose memory there are values
         self.falls = []  # (best tier, the tier taken, reason or None for the connection's, bytes)
-        self.tokens = []  # values by token: (kind, bytes, first companion, last companion, what to keep)
-        self.by_host = {}  # tier -> (values, bytes), of those in `hosted`
-        self.packed = []  # (device, bytes) of views that were copied without their gaps
-        self.leaving = []  # copies to host memory that are under way
+        self.tokens = ()  # values by token: (kind, bytes, first companion, last companion, what to keep)
+        self.by_host = _NONE  # tier -> (values, bytes), of those in `hosted`
+        self.packed = ()  # (device, bytes) of views that were copied without their gaps
+        self.leaving = ()  # copies to host memory that are under way
 
     def went_by_host(self, tier, nbytes, address):
         """A GPU value goes by host memory, where its copy is."""
@@ -45,12 +50,19 @@ class Encoder:
         self.hosted += 1
         self.copied_bytes += nbytes
         values, before = self.by_host.get(tier, (0, 0))
-        self.by_host[tier] = (values + 1, before + nbytes)
+        self.by_host = {**self.by_host, tier: (values + 1, before + nbytes)}
 
     def finish(self):
         """Returns when nothing that was encoded is read any more: the message has left, or will not."""
         while self.leaving:
-            _pinned.over(self.leaving.pop())
+            last, self.leaving = self.leaving[-1], self.leaving[:-1]
+            _pinned.over(last)
+
+    def has_gaps(self, value):
+        """The value whose range comes next is a view with large gaps."""
+        if not self.sparse:
+            self.sparse = {}
+        self.sparse[len(self.leaves)] = value
 
     def range(self, device, address, nbytes, node):
         leaves = self.leaves
@@ -64,7 +76,10 @@ class Encoder:
         if self.sparse:
             self.pack()
         if len(leaves) == 1:
-            _close(leaves, leaves[0][1], leaves[0][2], tensors, streams, flags)
+            device, low, high, _, node = leaves[0]
+            stream = streams.get(device)
+            node[2], node[3] = len(tensors), 0
+            tensors.append((low, high - low, _streams.current(device) if stream is None else stream, 0, device, flags))
             return
         device = low = high = None
         group = []

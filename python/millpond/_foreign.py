@@ -53,7 +53,7 @@ def encode(e, keep, device, address, count, name, shape, strides):
         return None
     from . import _leaves, _tree
 
-    e.tokens.append((kind, nbytes, first, last, keep))
+    e.tokens += ((kind, nbytes, first, last, keep),)
     e.ways[first._memory.address] = _native.WAYS[kind]
     e.ways[last._memory.address] = _native.UNCOUNTED
     strides = list(strides) if strides else 0
@@ -233,9 +233,10 @@ class Prover:
 
     def kinds(self, prefer):
         """(which kinds the next message may use, where it prefers one and may not: (that, "copy", why))."""
-        wanted = KINDS if prefer == "ipc" else ("pool",) if pool_swapped else ()
-        gpu = self._channel._gpu
-        if not wanted or gpu.out is None or gpu.out is False:
+        if prefer != "ipc" and not pool_swapped:
+            return (), None
+        wanted, gpu = KINDS if prefer == "ipc" else ("pool",), self._channel._gpu
+        if gpu.out is None or gpu.out is False:
             return (), None  # the first GPU value proves the arena's tier, which this one stands on
         best = "pool" if wanted == ("pool",) else "ipc"
         if self.out is None and gpu.out is True:

@@ -43,12 +43,13 @@ class Prover:
         #: Of which GPUs the other side is still to hear that they are off here. What comes meanwhile is dropped.
         self.dropping = set()
         self._kept = []
-        self._start = {}  # GPU that was asked about -> how much of `_kept` was sent before
+        #: GPU that was asked about, with no answer yet -> how much of `_kept` was sent before.
+        self.asked = {}
 
     @property
     def asking(self):
         """Whether an answer is still to come."""
-        return bool(self._start)
+        return bool(self.asked)
 
     @property
     def out(self):
@@ -64,7 +65,7 @@ class Prover:
                 self._ask(device)
             if self._states[device] is False:
                 return False
-        if self._start:
+        if self.asked:
             self._kept.append(message)
         return True
 
@@ -82,15 +83,15 @@ class Prover:
             self._off(device, f"its canary could not be sent: {type(e).__name__}: {e}")
             return
         self._states[device] = "asked"
-        self._start[device] = len(self._kept)
-        if len(self._start) == 1:
+        self.asked[device] = len(self._kept)
+        if len(self.asked) == 1:
             threading.Thread(target=self._await_answer, name="millpond-canary", daemon=True).start()
 
     def _await_answer(self):
         """Reads the answer where nobody receives, and lets go of what is kept when the channel ends: till then each of it may have
         to be sent again, and what the other side has not received it holds in any case."""
         pause = 0.02
-        while self._start and self._channel._ended is None:
+        while self.asked and self._channel._ended is None:
             time.sleep(pause)
             pause = min(1.0, pause * 1.2)
             try:
@@ -99,7 +100,7 @@ class Prover:
                 break
         with self._channel._sending:
             if self._channel._ended is not None:
-                self._start.clear()
+                self.asked.clear()
                 self._kept.clear()
 
     def receive(self, message):
@@ -119,10 +120,10 @@ class Prover:
 
     def _answered(self, device):
         """Lets go of what need not be sent again."""
-        self._start.pop(device, None)
-        first = min(self._start.values(), default=len(self._kept))
+        self.asked.pop(device, None)
+        first = min(self.asked.values(), default=len(self._kept))
         del self._kept[:first]
-        self._start = {other: at - first for other, at in self._start.items()}
+        self.asked = {other: at - first for other, at in self.asked.items()}
 
     def _look_at(self, message, device):
         backend, memories = gpu_backend(), message.memories
@@ -145,11 +146,11 @@ class Prover:
         channel = self._channel
         with channel._sending:
             self._off(device, f"to {channel.peer.name}: {why}")
-            start = self._start.pop(device, len(self._kept))
+            start = self.asked.pop(device, len(self._kept))
             again = self._kept[start:]
             del self._kept[start:]
             # What is sent again is kept again, for the GPUs that are still asked about.
-            self._start = {other: min(at, start) for other, at in self._start.items()}
+            self.asked = {other: min(at, start) for other, at in self.asked.items()}
             channel._quietly(["k", "gpu-off", device])
             for header, value, readonly, root in again:
                 try:

@@ -43,7 +43,7 @@ def numpy_array(e, array, depth):
             node[6] = strides
             data, nbytes = nbytes, _memory.span(shape, strides) * size
             if _has_gaps(data, nbytes):
-                e.sparse[len(e.leaves)] = array
+                e.has_gaps(array)
     e.keep.append(array)
     e.range(-1, interface["data"][0], nbytes, node)
     return {"$": node}
@@ -87,7 +87,7 @@ def without_gaps(e, view, address):
         return None
     e.keep.append(copy)
     e.ways[at] = _native.WAYS["copy"]
-    e.packed.append((device, nbytes))
+    e.packed += ((device, nbytes),)
     e.copies += 1
     e.copied_bytes += nbytes
     return at, nbytes
@@ -100,6 +100,7 @@ def numpy_scalar(e, value, depth):
     return {"$": ["s", name, base64.b64encode(value.tobytes()).decode("ascii")]}
 
 
+_torch_names = _dtypes.torch_names
 #: Of these no tensor is a view that stands for another's conjugate or negative.
 _INTEGERS = frozenset(("bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64"))
 
@@ -114,7 +115,7 @@ def torch_tensor(e, tensor, depth):
         raise No("a nested tensor: send its parts")
     if tensor.layout is not torch.strided:
         raise No(f"a tensor of layout {tensor.layout}: send its parts (indices and values)")
-    name = _dtypes.of_torch(tensor.dtype)  # of quantised ones none
+    name = _torch_names.get(tensor.dtype) or _dtypes.of_torch(tensor.dtype)  # of quantised ones none
     device = tensor.get_device()
     if not (tensor.is_cuda or tensor.is_cpu):
         raise No(f"a tensor on device {tensor.device}")
@@ -143,9 +144,10 @@ def torch_tensor(e, tensor, depth):
         if found is not None:
             return found
     e.keep.append(tensor)
+    leaves = e.leaves
     if nbytes > data and _has_gaps(data, nbytes):
-        e.sparse[len(e.leaves)] = tensor
-    e.range(device, address, nbytes, node)
+        e.has_gaps(tensor)
+    leaves.append((device, address, address + nbytes, len(leaves), node))
     return {"$": node}
 
 
@@ -165,7 +167,7 @@ def hosted(e, tensor):
     leaving = _pinned.out(device, copy.data_ptr(), tensor.data_ptr(), nbytes) if e.overlap and _on_gpu(tensor) else None
     if leaving is not None:
         number, pieces, tier = leaving
-        e.leaving.append(number)
+        e.leaving += (number,)
         e.keep.append(tensor)
     else:
         tier = _pinned.copy(device, copy.data_ptr(), tensor.data_ptr(), nbytes) if _on_gpu(tensor) else None

@@ -166,17 +166,17 @@ def torch_view(memory, offset, row, shape, strides):
 
 def torch_contiguous(memory, offset, row, shape):
     """`check_bounds` and `torch_whole` in one, for what most values are: C-contiguous and all there is of their memory."""
-    strides, count = [], 1
+    strides, count, size = [], 1, row.itemsize
     for n in reversed(shape):
         if n < 0:
             break
         strides.append(count)
         count *= n
     else:
-        if count and 0 <= offset <= memory.nbytes - count * row.itemsize:
+        if count and 0 <= offset <= memory.nbytes - count * size:
             memory.touch()
             address = memory.address + offset
-            if not address % row.itemsize:
+            if not address % size:
                 strides.reverse()
                 return torch_over(memory, address, memory.device, row, shape, strides)
     check_bounds(memory, offset, row, shape, None)
@@ -204,13 +204,15 @@ def torch_over(memory, address, device, row, shape, strides):
         torch.cuda.init()
     if not memory.owned:
         raise errors.Closed("this value was already handed over")
+    name, _, (code, bits), _, _ = row
     take = _from_dlpack or _find_from_dlpack()
-    capsule = _native.dlpack_capsule(address, device, *row.dlpack, shape, strides, memory.handle, memory.kind)
+    capsule = _native.dlpack_capsule(address, device, code, bits, shape, strides, memory.handle, memory.kind)
     memory.owned = False  # the capsule has it now, whatever happens below
     tensor = take(capsule)
-    return tensor if row.name in _dtypes.NATIVE_DLPACK else tensor.view(_dtypes.to_torch(row.name))
+    return tensor if name in _NATIVE else tensor.view(_dtypes.to_torch(name))
 
 
+_NATIVE = _dtypes.NATIVE_DLPACK
 #: torch's own, once it was needed.
 _from_dlpack = None
 

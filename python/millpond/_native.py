@@ -29,6 +29,9 @@ TENSOR = struct.Struct("=QQQQiI")
 _Tensor = ctypes.c_char * TENSOR.size
 #: What `millpond_receive` puts before the tensors: their number, the sender.
 _HEAD = struct.Struct("=QQ").unpack_from
+#: Where the first of the tensors behind it begins.
+_BEHIND_HEAD = 16
+_tensor_at, _tensors_in = TENSOR.unpack_from, TENSOR.iter_unpack
 #: Packs so many streams.
 _STREAMS = [struct.Struct(f"={n}Q").pack for n in range(9)]
 #: Of so many tensors `millpond_send` says in its result which were copied.
@@ -36,7 +39,7 @@ _IN_RESULT = 62
 #: Messages up to this size need no memory of their own to be received.
 _BUFFER_BYTES = 16 << 10
 #: How long the main thread stays in one native wait before Python may handle a signal (Ctrl-C).
-_SLICE_MS = 200
+_SLICE, _SLICE_MS = 0.2, 200
 _FOR_EVER_MS = 1 << 40
 #: Longer limits, in seconds, are this one: neither Python's locks nor the C API have them.
 LONGEST = 1e9
@@ -47,6 +50,7 @@ _lock = threading.Lock()
 _loaded = None
 #: The thread that Python handles signals on.
 _MAIN = threading.main_thread().ident
+_this_thread, _now = threading.get_ident, time.monotonic
 
 
 def _in_child():
@@ -69,6 +73,12 @@ class _Message(ctypes.Structure):
 
 _u64, _i64, _u32, _i32 = ctypes.c_uint64, ctypes.c_int64, ctypes.c_uint32, ctypes.c_int32
 _ptr, _size = ctypes.c_void_p, ctypes.c_size_t
+
+#: A number that is C's already costs a call less than one that is to become it.
+number = _u64
+_COUNTS = [_size(n) for n in range(_IN_RESULT + 1)]
+_FLAGS = [_u32(n) for n in range((LAZY | WAIT | EAGER | READY) + 1)]
+_NO_LIMIT = _i64(-1)
 
 # name -> (result, arguments). The allocator's own entry points are only ever handed to torch as addresses.
 _BLOCKING = {
@@ -162,29 +172,31 @@ def last_error(what):
 
 def milliseconds(timeout):
     """A time-out in seconds (None: no limit) as the C API has it."""
-    return -1 if timeout is None else int(min(max(timeout, 0), LONGEST) * 1000 + 0.999)
+    if timeout is None:
+        return -1
+    return 0 if timeout <= 0 else int((LONGEST if timeout > LONGEST else timeout) * 1000 + 0.999)
 
 
 def deadline(timeout):
     """When a time-out in seconds is over, by the monotonic clock; None: never."""
-    return None if timeout is None else time.monotonic() + min(timeout, LONGEST)
+    return None if timeout is None else _now() + (LONGEST if timeout > LONGEST else timeout)
 
 
-def in_slices(step, timeout):
-    """Runs `step(timeout_ms)` until it does not time out. The main thread comes back for signals now and then."""
-    left = _FOR_EVER_MS if timeout is None else milliseconds(timeout)
-    if threading.get_ident() != _MAIN:
-        return step(left)
-    end = deadline(timeout)
+def in_slices(step, timeout, end=None):
+    """Runs `step(timeout_ms)` until it does not time out. The main thread comes back for signals now and then. `end`: the deadline of
+    `timeout`, where the caller has it."""
+    if _this_thread() != _MAIN:
+        return step(_FOR_EVER_MS if timeout is None else milliseconds(timeout))
+    if end is None:
+        end = deadline(timeout)
     while True:
         try:
-            return step(min(left, _SLICE_MS))
+            return step(_SLICE_MS if timeout is None or timeout > _SLICE else milliseconds(timeout))
         except errors.Timeout:
             if end is not None:
-                now = time.monotonic()
-                if now >= end:
+                timeout = end - _now()
+                if timeout <= 0:
                     raise
-                left = milliseconds(end - now)
 
 
 def control(op, **fields):
@@ -213,7 +225,8 @@ def send(channel, tree, tensors, timeout_ms):
     count = len(tensors)
     packed = TENSOR.pack(*tensors[0]) if count == 1 else _packed(tensors) if count else None
     copied = (ctypes.c_ubyte * count)() if count > _IN_RESULT else None
-    bits = (_loaded or library()).send(channel, tree, len(tree), packed, count, timeout_ms, copied)
+    limit = _NO_LIMIT if timeout_ms == -1 else timeout_ms
+    bits = (_loaded or library()).send(channel, tree, len(tree), packed, count if copied else _COUNTS[count], limit, copied)
     if bits < 0:
         raise last_error("send")
     if not bits and copied is None:
@@ -230,11 +243,9 @@ class _Reading(threading.local):
     """Where a thread's messages come to: one call fewer for each part of them."""
 
     def __init__(self):
-        buffer = ctypes.create_string_buffer(_BUFFER_BYTES)
-        self.view = memoryview(buffer).cast("B")
-        self.at = ctypes.addressof(buffer)
-        self.out = _ptr()
-        self.out_at = ctypes.addressof(self.out)
+        buffer, out = bytearray(_BUFFER_BYTES), _ptr()
+        at = _ptr(ctypes.addressof((ctypes.c_char * _BUFFER_BYTES).from_buffer(buffer)))
+        self.parts = buffer, at, _size(_BUFFER_BYTES), out, _ptr(ctypes.addressof(out))
 
 
 _reading = _Reading()
@@ -243,20 +254,24 @@ _reading = _Reading()
 def receive(channel, timeout_ms, flags, streams):
     """Receives one message: (tree as text, list of `TENSOR` tuples, sender)."""
     lib = _loaded or library()
-    here = _reading
+    buffer, at, capacity, out, out_at = _reading.parts
     count = len(streams)
     packed = _STREAMS[count](*streams) if count < len(_STREAMS) else struct.pack(f"={count}Q", *streams)
-    length = lib.receive(channel, timeout_ms, flags, packed, count, here.at, _BUFFER_BYTES, here.out_at)
+    length = lib.receive(channel, timeout_ms, _FLAGS[flags], packed, count, at, capacity, out_at)
     if length <= 0:
         if length:
             raise last_error("receive")
-        return _unpacked(lib, ctypes.cast(here.out, ctypes.POINTER(_Message)))
-    view = here.view
-    count, sender = _HEAD(view)
-    end = 16 + count * TENSOR.size
-    tensors = list(TENSOR.iter_unpack(view[16:end])) if count else ()
+        return _unpacked(lib, ctypes.cast(out, ctypes.POINTER(_Message)))
+    count, sender = _HEAD(buffer)
+    if not count:
+        tensors, end = (), _BEHIND_HEAD
+    elif count == 1:
+        tensors, end = (_tensor_at(buffer, _BEHIND_HEAD),), _BEHIND_HEAD + TENSOR.size
+    else:
+        end = _BEHIND_HEAD + count * TENSOR.size
+        tensors = list(_tensors_in(buffer[_BEHIND_HEAD:end]))
     try:
-        return str(view[end:length], "utf-8", "surrogatepass"), tensors, sender
+        return buffer[end:length].decode("utf-8", "surrogatepass"), tensors, sender
     except UnicodeDecodeError:
         return _NO_TEXT, tensors, sender
 
@@ -358,7 +373,7 @@ def wait_done(address, stream, flags, timeout_ms):
 
 def _dlpack_spec(ndim):
     """millpond_dlpack_spec with the shape and the strides right behind it."""
-    return struct.Struct(f"=QiiiBBHQI4x{2 * ndim}q")
+    return struct.Struct(f"=QiiiBBHQI4x{2 * ndim}q").pack
 
 
 _DLPACK_SPECS = [_dlpack_spec(ndim) for ndim in range(9)]
@@ -367,10 +382,10 @@ _DLPACK_SPECS = [_dlpack_spec(ndim) for ndim in range(9)]
 def dlpack_capsule(address, device, code, bits, shape, strides, owner, kind):
     """A "dltensor" capsule over our memory, whose deleter ends the import (or frees the block) `owner`."""
     ndim = len(shape)
-    layout = _DLPACK_SPECS[ndim] if ndim < 9 else _dlpack_spec(ndim)
-    where = (2, device) if device >= 0 else (1, 0)
+    pack = _DLPACK_SPECS[ndim] if ndim < 9 else _dlpack_spec(ndim)
+    kind_of_device, device = (2, device) if device >= 0 else (1, 0)
     try:
-        spec = layout.pack(address, *where, ndim, code, bits, 1, owner, kind, *shape, *strides)
+        spec = pack(address, kind_of_device, device, ndim, code, bits, 1, owner, kind, *shape, *strides)
     except struct.error as e:
         raise errors.InvalidArgument(f"no tensor can have shape {shape} and strides {strides}: {e}") from None
     try:

@@ -70,7 +70,10 @@ def encode(value, header=None, root="out", readonly=False, off=(), kinds=(), why
             e.place(_native.READ_ONLY if readonly else 0)
             if e.ways:
                 e.mark_ways()
-        if e.tensors:
+        if len(e.tensors) == 1:
+            device = e.tensors[0][4]
+            e.gpus = (device,) if device >= 0 else ()
+        elif e.tensors:
             e.gpus = {t[4] for t in e.tensors if t[4] >= 0}
         try:
             e.text = _text(_dumps, header, body).encode()
@@ -245,6 +248,8 @@ def _referred(e, ref):
         return {"$": node}
     index = e.imports.get(memory.handle)
     if index is None:
+        if not e.imports:
+            e.imports = {}
         index = e.imports[memory.handle] = len(e.tensors)
         # An import that was never opened here was not written here: it goes on as it came.
         stream = _streams.current(memory.device) if memory.address else 0

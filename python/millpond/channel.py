@@ -14,10 +14,12 @@ from . import _calls, _decode, _foreign, _gpu_canary, _native, _streams, _tree, 
 Peer = collections.namedtuple("Peer", "client name pid")
 Sent = collections.namedtuple("Sent", "tensors copies copied_bytes")
 Sent.__doc__ = "What `send` did: how many memory ranges went, how many of them were copied first, and how many bytes that was."
-_NOTHING_SENT = Sent(0, 0, 0)
+#: What `send` says of so many ranges that went without a copy.
+_IN_PLACE = [Sent(n, 0, 0) for n in range(9)]
 
 #: Why a value was copied into the arena: in host memory, on a GPU.
 _WHY_COPIED = ("a value in host memory that is not the arena's was copied into it", "a GPU tensor that is not arena memory was copied on its GPU")
+_EAGER = _native.LAZY | _native.EAGER
 _ENDED = (errors.Closed, errors.PeerDied, errors.OwnerDied, errors.NotAttached, errors.Forked)
 
 
@@ -26,6 +28,7 @@ class Channel(_calls.Calls):
 
     def __init__(self, handle, peer):
         self._handle = handle
+        self._number = _native.number(handle)
         #: Who is at the other end: (client, name, pid).
         self.peer = Peer(peer.get("client"), peer.get("name"), peer.get("pid"))
         self._serial = peer.get("serial") or handle
@@ -73,7 +76,7 @@ class Channel(_calls.Calls):
     def send(self, value, timeout=None, readonly=False, prefer=None):
         """Sends a value. It may be dropped at once: the memory lives until the receiver is done. `readonly`: the receiver maps
         the tensors read-only. `prefer`: see `Channel.prefer`. Says what was copied."""
-        return self._transmit(_tree.PLAIN, value, timeout, readonly, prefer=prefer)
+        return self._transmit(_tree.PLAIN, value, timeout, readonly, "out", prefer)
 
     def recv(self, timeout=None, wait=False, lazy=False):
         """The next value: numpy arrays and torch tensors as they were sent. `lazy=True`: every tensor is a `Ref`, nothing is
@@ -129,7 +132,7 @@ class Channel(_calls.Calls):
             flags = _foreign.sent_from_segments(encoded, flags)
         if encoded.tokens:
             _foreign.sent(encoded)
-        if self._gpu.asking or self._foreign.out == "asked":
+        if self._gpu.asked or self._foreign.out == "asked":
             self._poll()  # for the answer, where nobody receives here
         if header[0] == "k":
             if encoded.inline:
@@ -145,19 +148,20 @@ class Channel(_calls.Calls):
             raise errors.Timeout(f"another thread has been sending for {timeout} s")
         try:
             gpu = self._gpu
-            if (encoded.gpus or gpu.asking) and message[0][0] != "k" and not full and not gpu.admit(encoded, message):
+            if (encoded.gpus or gpu.asked) and message[0][0] != "k" and not full and not gpu.admit(encoded, message):
                 return None
-            return _native.send(self._handle, encoded.text, encoded.tensors, -1 if timeout is None else _native.milliseconds(timeout))
+            return _native.send(self._number, encoded.text, encoded.tensors, -1 if timeout is None else _native.milliseconds(timeout))
         finally:
             self._sending.release()
 
     def _count(self, encoded, flags):
         """Counts a message that has left."""
         if not (encoded.copies or encoded.hosted or encoded.inline or encoded.tokens or any(flags)):
-            if not flags:
-                return _NOTHING_SENT
-            self._tiers.add("arena", len(flags), sum([tensor[1] for tensor in encoded.tensors]))
-            return Sent(len(flags), 0, 0)
+            ranges = len(flags)
+            if ranges:
+                tensors = encoded.tensors
+                self._tiers.add("arena", ranges, tensors[0][1] if ranges == 1 else sum([tensor[1] for tensor in tensors]))
+            return _IN_PLACE[ranges] if ranges < len(_IN_PLACE) else Sent(ranges, 0, 0)
         copies, copied_bytes, ranges_bytes = encoded.copies, encoded.copied_bytes, 0
         for tensor, flag in zip(encoded.tensors, flags):
             ranges_bytes += tensor[1]
@@ -205,9 +209,8 @@ class Channel(_calls.Calls):
     # Reading.
 
     def _next_value(self):
-        if self._inbox:
-            return self._inbox.popleft()
-        self._serve_one_locked()
+        if self._incoming and not self._inbox:
+            self._serve_one_locked()
         return self._inbox.popleft() if self._inbox else None
 
     def _wait(self, found, timeout):
@@ -229,7 +232,7 @@ class Channel(_calls.Calls):
                     if self._ended is not None:
                         self._pending.clear()
                         raise type(self._ended)(*self._ended.args)
-                    left = None if end is None else max(0.0, end - time.monotonic())
+                    left = None if end is None else end - time.monotonic()  # below zero: one look
                     if self._reading:
                         self._waiting += 1
                         try:
@@ -241,7 +244,7 @@ class Channel(_calls.Calls):
                     message = None
                     self._reading = mine = True
                 try:
-                    message = _native.in_slices(self._receive, left)
+                    message = _native.in_slices(self._receive, left, end)
                 except _ENDED as e:
                     self._ended = e.with_traceback(None)
                 except errors.Timeout:
@@ -258,10 +261,11 @@ class Channel(_calls.Calls):
         # One call a message: what needs no waiting is opened in it, on this thread's streams. The rest is opened when it is
         # touched: a wait for READY under this call's time limit could lose the message, and the thread that will use the
         # values, with its streams, may be another. A parent that asks for lazy values maps nothing.
-        eager = not self._lazy
-        streams = _streams.all_current() if eager else ()
-        text, tensors, sender = _native.receive(self._handle, ms, _native.LAZY | (_native.EAGER if eager else 0), streams)
-        message = _decode.Received(text, tensors, sender, self._serial)
+        if self._lazy:
+            found = _native.receive(self._number, ms, _native.LAZY, ())
+        else:
+            found = _native.receive(self._number, ms, _EAGER, _streams.all_current())
+        message = _decode.Received(*found, self._serial)
         kind = message.header[0]
         if kind == "k":
             if not message.header[1].startswith("gpu"):
@@ -305,9 +309,10 @@ class Channel(_calls.Calls):
 
     def _dispatch(self, message):
         """Puts a message where its waiter looks. The state is locked."""
-        if message.header[0] == "m":
+        kind = message.header[0]
+        if kind == "m":
             self._inbox.append(message)
-        elif message.header[0] == "k":
+        elif kind == "k":
             self._canaries.append(message)
         else:
             self._dispatch_call(message)

@@ -44,7 +44,7 @@ class Fake:
 
     def install(self, monkeypatch):
         for name in (
-            "control send receive allocate deallocate import_open import_ready import_release wait_done record_stream dlpack_capsule"
+            "control number send receive allocate deallocate import_open import_ready import_release wait_done record_stream dlpack_capsule"
         ).split():
             monkeypatch.setattr(_native, name, getattr(self, name))
         return self
@@ -52,6 +52,9 @@ class Fake:
     @property
     def live(self):
         return len(self.memory)
+
+    def number(self, n):
+        return n
 
     def control(self, op, **fields):
         if op == "close":

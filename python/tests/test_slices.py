@@ -90,3 +90,23 @@ def test_another_thread_waits_in_one_piece(timeout):
     thread.start()
     thread.join(10)
     assert found == [(None, [_native._FOR_EVER_MS if timeout is None else _native.milliseconds(timeout)])]
+
+
+def test_the_callers_deadline_counts_where_it_has_one():
+    """`end` is when the time is over; a wait that began before it was asked for is not given its time again."""
+    found = []
+
+    def step(ms):
+        found.append(ms)
+        raise errors.Timeout("")
+
+    with pytest.raises(errors.Timeout):
+        _native.in_slices(step, 1e6, time.monotonic())
+    assert found == [_native._SLICE_MS]
+
+
+@pytest.mark.parametrize("timeout, ms", [(None, -1), (0, 0), (-3, 0), (1e-4, 1), (0.2, 200), (1e300, int(_native.LONGEST * 1000))])
+def test_seconds_as_the_library_has_them(timeout, ms):
+    assert _native.milliseconds(timeout) == ms
+    with pytest.raises(ValueError):
+        _native.milliseconds(float("nan"))
