@@ -9,8 +9,8 @@ mod source;
 pub(super) use peers::Range;
 
 use std::os::fd::OwnedFd;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use millpond_allocator::driver::host::{HostConfig, HostPlatform};
@@ -103,9 +103,9 @@ pub(super) struct Device {
     pub(super) grant: DeviceGrant,
     pub(super) id: DeviceId,
     shared: Shared,
-    opened: Mutex<Option<Arc<Opened>>>,
-    /// Its heap records no event of the whole context.
-    no_context_events: AtomicBool,
+    opened: OnceLock<Arc<Opened>>,
+    /// Whether its heap may record events of the whole context. Held while it is opened.
+    context_events: Mutex<bool>,
 }
 
 /// A device in use: a context, a heap.
@@ -141,7 +141,7 @@ impl Device {
         if let Some(lacks) = kind.lacks() {
             return Err(Error::Unsupported(format!("the owner shares the memory of {id} as {kind}: millpond lacks {lacks}")));
         }
-        Ok(Self { grant, id, shared, opened: Mutex::default(), no_context_events: AtomicBool::new(false) })
+        Ok(Self { grant, id, shared, opened: OnceLock::new(), context_events: Mutex::new(true) })
     }
 
     pub(super) fn is_host(&self) -> bool {
@@ -149,24 +149,27 @@ impl Device {
     }
 
     /// Only if it is open.
-    pub(super) fn if_open(&self) -> Option<Arc<Opened>> {
-        self.opened.lock().clone()
+    pub(super) fn if_open(&self) -> Option<&Arc<Opened>> {
+        self.opened.get()
     }
 
     /// [`Heap::set_context_events`] of its heap, now or when it is opened.
     pub(super) fn set_context_events(&self, allowed: bool) {
-        let opened = self.opened.lock();
-        self.no_context_events.store(!allowed, Ordering::Relaxed);
-        if let Some(opened) = &*opened {
+        let mut context_events = self.context_events.lock();
+        *context_events = allowed;
+        if let Some(opened) = self.if_open() {
             opened.heap.set_context_events(allowed);
         }
     }
 
     /// Opens it at first use.
-    pub(super) fn open(&self) -> Result<Arc<Opened>, Error> {
-        let mut opened = self.opened.lock();
-        if let Some(opened) = &*opened {
-            return Ok(opened.clone());
+    pub(super) fn open(&self) -> Result<&Arc<Opened>, Error> {
+        if let Some(opened) = self.if_open() {
+            return Ok(opened);
+        }
+        let context_events = self.context_events.lock();
+        if let Some(opened) = self.if_open() {
+            return Ok(opened);
         }
         let driver = self.shared.platforms.open(self.id)?;
         driver.attach_context()?;
@@ -190,7 +193,7 @@ impl Device {
         });
         let config = HeapConfig { chunk_bytes: self.grant.chunk_bytes, ..HeapConfig::default() };
         let heap = Arc::new(Heap::new(driver.clone(), window, source, Some(sink), Some(timelines.clone()), config));
-        if self.no_context_events.load(Ordering::Relaxed) {
+        if !*context_events {
             heap.set_context_events(false);
         }
         let made = Arc::new(Opened {
@@ -209,8 +212,7 @@ impl Device {
             faulted: AtomicBool::new(false),
         });
         record::introduce_device(&made);
-        *opened = Some(made.clone());
-        Ok(made)
+        Ok(self.opened.get_or_init(|| made))
     }
 }
 

@@ -200,7 +200,7 @@ impl Client {
         if !device.is_host() {
             return Err(Error::InvalidArgument("the value is in a GPU's memory".to_owned()));
         }
-        let from = self.mapped(import, &held, &*device.open()?)? + offset + done;
+        let from = self.mapped(import, &held, device.open()?)? + offset + done;
         let chunks = self.host_chunks(from, bytes - done).unwrap_or_default();
         let until = deadline(timeout);
         let mut next = 0;

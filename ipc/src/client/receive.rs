@@ -191,7 +191,7 @@ impl Client {
             return Err(self.died(&import));
         }
         let opened = self.device_at(import.device)?.open()?;
-        let addr = self.mapped(handle, &import, &opened)?;
+        let addr = self.found(handle, &import, opened)?;
         // On every import: the same block may have been sent again with new contents.
         let on_cpu = wait || stream.is_none() || self.host_waits;
         let until = if on_cpu { deadline(timeout) } else { None };
@@ -203,7 +203,7 @@ impl Client {
                 Some(_) if due.look(&self.shared.control) == Reached::Never => return Err(self.died(&import)),
                 Some((stream, id)) => match opened.timelines.wait_as(stream, id, due.signal) {
                     Err(TimelineError::Dead(_)) => return Err(self.died(&import)),
-                    Ok(true) => record::stream_waits(&opened, stream, due.signal),
+                    Ok(true) => record::stream_waits(opened, stream, due.signal),
                     waits => drop(waits?),
                 },
                 None => self.await_due(&import, *due, until)?,
@@ -211,6 +211,7 @@ impl Client {
         }
         let on = if on_cpu { stream.zip(identify()?) } else { on };
         self.imports.with(handle, |import| {
+            import.addr = Some(addr);
             if on_cpu {
                 import.ready.clear();
             }
@@ -219,21 +220,26 @@ impl Client {
             }
         })?;
         if let Some(on) = on {
-            self.part(&opened, on);
+            self.part(opened, on);
         }
         Ok(addr)
     }
 
     /// Where an import is mapped here, after what is missing of it has been mapped.
     pub(super) fn mapped(&self, handle: u64, import: &Import, opened: &Opened) -> Result<Addr, Error> {
+        let addr = self.found(handle, import, opened)?;
+        self.imports.with(handle, |import| import.addr = Some(addr))?;
+        Ok(addr)
+    }
+
+    /// The same, but not noted yet.
+    fn found(&self, handle: u64, import: &Import, opened: &Opened) -> Result<Addr, Error> {
         if let Some(addr) = import.addr {
             return Ok(addr);
         }
         let Import { window, offset, bytes, read_only, .. } = *import;
         let range = Range { window, offset, bytes, epochs: &import.epochs, read_only };
-        let addr = opened.resolve(range, |chunk| self.imports.uses(window, chunk, Some(handle)))?;
-        self.imports.with(handle, |import| import.addr = Some(addr))?;
-        Ok(addr)
+        opened.resolve(range, |chunk| self.imports.uses(window, chunk, Some(handle)))
     }
 
     /// The ordinal, in this process, of the GPU that an import is on; opens it. `None` for host memory.
@@ -315,7 +321,7 @@ impl Client {
                     let waited = match stream.filter(|_| !self.host_waits) {
                         Some(stream) => opened.timelines.wait(stream, signal).map_err(Error::from).map(|waits| {
                             if waits {
-                                record::stream_waits(&opened, stream, signal);
+                                record::stream_waits(opened, stream, signal);
                             }
                         }),
                         None => self.await_until(signal, deadline),

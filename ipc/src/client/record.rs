@@ -51,7 +51,7 @@ impl Client {
             let Self { welcome, name, .. } = self;
             let me = json!({"client": welcome.client, "serial": welcome.serial, "token": welcome.token, "pid": self.pid, "name": name});
             record::note(&me.to_string());
-            self.devices.iter().filter_map(Device::if_open).for_each(|opened| introduce_device(&opened));
+            self.devices.iter().filter_map(Device::if_open).for_each(|opened| introduce_device(opened));
         }
     }
 }

@@ -74,7 +74,7 @@ pub(super) struct Draft<'a> {
     /// The number of the signal of each (device, stream) that has one: few, so they are looked through.
     of_stream: Few<((u32, u64), u32)>,
     tensors: Vec<Descriptor>,
-    copied: Vec<(Arc<Opened>, Addr, u64)>,
+    copied: Vec<(&'a Arc<Opened>, Addr, u64)>,
     copied_bytes: u64,
     /// Device and tier of each tensor that has bytes.
     crossed: Few<(u32, Tier)>,
@@ -196,10 +196,10 @@ impl Client {
         }
     }
 
-    fn draft(&self, draft: &mut Draft<'_>, receiver: u32, tensors: &[Outgoing]) -> Result<Vec<bool>, Error> {
+    fn draft<'a>(&'a self, draft: &mut Draft<'a>, receiver: u32, tensors: &[Outgoing]) -> Result<Vec<bool>, Error> {
         let receiver = receiver as u8;
         let mut copied = vec![false; tensors.len()];
-        let mut on: Few<Option<(Arc<Opened>, Stream)>> = Few::with_capacity(tensors.len());
+        let mut on: Few<Option<(&Arc<Opened>, Stream)>> = Few::with_capacity(tensors.len());
         for (tensor, copied) in tensors.iter().zip(&mut copied) {
             if tensor.bytes == 0 && tensor.import.is_none() {
                 draft.tensors.push(Descriptor {
@@ -225,7 +225,7 @@ impl Client {
                 Some((_, signal)) => *signal,
                 None => {
                     let id = opened.identify(stream)?;
-                    let signal = self.signal(&opened, (stream, id), self.imports.claim(opened.index, id))?;
+                    let signal = self.signal(opened, (stream, id), self.imports.claim(opened.index, id))?;
                     let at = draft.signal(signal);
                     draft.of_stream.push((key, at));
                     at
@@ -239,13 +239,13 @@ impl Client {
     }
 
     /// Adds one tensor to a draft; returns the stream that must signal for it.
-    fn export(
-        &self,
-        draft: &mut Draft<'_>,
+    fn export<'a>(
+        &'a self,
+        draft: &mut Draft<'a>,
         tensor: &Outgoing,
         receiver: u8,
         copied: &mut bool,
-    ) -> Result<Option<(Arc<Opened>, Stream)>, Error> {
+    ) -> Result<Option<(&'a Arc<Opened>, Stream)>, Error> {
         if let Some(handle) = tensor.import {
             let import = self.imports.with(handle, |import| import.clone())?;
             return self.pass_on(draft, &import, tensor, receiver);
@@ -270,7 +270,7 @@ impl Client {
                         tensor.bytes, tensor.addr
                     )));
                 }
-                self.lend(draft, &opened, block, (offset, tensor.bytes), tensor, (receiver, tensor.way.or(Tier::Arena)))?;
+                self.lend(draft, opened, block, (offset, tensor.bytes), tensor, (receiver, tensor.way.or(Tier::Arena)))?;
                 if opened.driver.is_host() {
                     let copying = self.departures.ready(tensor.addr, tensor.bytes);
                     let signals: Vec<u32> = copying.into_iter().map(|signal| draft.signal(signal)).collect();
@@ -281,11 +281,11 @@ impl Client {
                 *copied = true;
                 let stream = tensor.stream.unwrap_or(Stream::LEGACY);
                 let copy = opened.heap.allocate(tensor.bytes, stream)?;
-                draft.copied.push((opened.clone(), copy, tensor.bytes));
+                draft.copied.push((opened, copy, tensor.bytes));
                 draft.copied_bytes += tensor.bytes;
-                self.copy_into_arena(&opened, copy, tensor, stream)?;
+                self.copy_into_arena(opened, copy, tensor, stream)?;
                 let offset = copy - opened.heap.window().base();
-                self.lend(draft, &opened, copy, (offset, tensor.bytes), tensor, (receiver, tensor.way.or(Tier::Copy)))?;
+                self.lend(draft, opened, copy, (offset, tensor.bytes), tensor, (receiver, tensor.way.or(Tier::Copy)))?;
                 // The copy is queued, whoever wrote its source.
                 return Ok((!opened.driver.is_host() || tensor.stream.is_some()).then_some((opened, stream)));
             }
@@ -325,7 +325,7 @@ impl Client {
         import: &Import,
         tensor: &Outgoing,
         receiver: u8,
-    ) -> Result<Option<(Arc<Opened>, Stream)>, Error> {
+    ) -> Result<Option<(&Arc<Opened>, Stream)>, Error> {
         if import.lost {
             return Err(self.died(import));
         }

@@ -145,8 +145,8 @@ impl Client {
     pub(super) fn tick_devices(&self) -> bool {
         let mut stays = false;
         for opened in self.devices.iter().filter_map(Device::if_open) {
-            self.probe(&opened);
-            stays |= self.imports.tick(&opened);
+            self.probe(opened);
+            stays |= self.imports.tick(opened);
             opened.tick(|window, chunk| self.imports.uses(window, chunk, None));
             opened.heap.tick();
             opened.heap.set_leased_in(self.imports.bytes_on(opened.index));
