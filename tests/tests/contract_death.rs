@@ -249,3 +249,34 @@ fn the_dead_take_their_addresses_with_them() {
     let window = 128 << 20; // kB: twice 64 GiB
     eventually("no window of a dead client is kept", || b.number("vm") < before + window / 2);
 }
+
+#[test]
+fn what_is_opened_or_received_after_its_makers_death_leaves_nothing_behind() {
+    let arena = Arena::new();
+    let mut b = arena.worker("b");
+    let before = (b.number("fds"), b.number("vm"));
+    for n in 0..6 {
+        let mut a = arena.worker("a");
+        let (ab, ba) = link(&mut a, &mut b);
+        a.ok(&format!("alloc {MIB}"));
+        a.ok("fill 0 1");
+        a.ok(&format!("send {ab} 0"));
+        if n % 2 == 0 {
+            b.ok(&format!("recv {ba} lazy"));
+        }
+        a.die("kill");
+        eventually("it is buried", || arena.row("a").is_none_or(|row| row.state == "orphaned"));
+        if n % 2 == 0 {
+            b.ok(&format!("open {n}"));
+        } else {
+            b.ok(&format!("recv {ba}"));
+        }
+        b.ok(&format!("check {n} 1"));
+        b.ok(&format!("release {n}"));
+        b.ok(&format!("close {n}"));
+        arena.settles_at(0);
+    }
+    let window = 128 << 20; // kB: twice 64 GiB
+    eventually("no window of a dead client is kept", || b.number("vm") < before.1 + window / 2);
+    eventually("no descriptor of one either", || b.number("fds") <= before.0);
+}

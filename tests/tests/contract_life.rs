@@ -4,6 +4,7 @@
 mod common;
 
 use common::{eventually, link, Arena, MIB};
+use millpond_ipc::client::Place;
 use std::time::Duration;
 
 #[test]
@@ -396,4 +397,22 @@ fn detaching_unmaps_nothing_under_queued_work() {
     b.ok("sync 1");
     eventually("the write is over", || a.number("leases") == 0);
     a.ok(&format!("checkblock {n} 2"));
+}
+
+#[test]
+fn who_opens_a_device_while_another_thread_leaves_has_it_or_is_told() {
+    let arena = Arena::new();
+    for n in 0..40 {
+        let client = arena.client(&format!("leaving {n}"));
+        let opened = std::thread::scope(|scope| {
+            let thread = scope.spawn(|| client.heap(Place::Host).map_err(|error| error.code()));
+            client.detach();
+            thread.join().unwrap()
+        });
+        match opened {
+            Ok(heap) => assert_eq!(client.heap_if_open(Place::Host).map(|open| std::sync::Arc::ptr_eq(&open, &heap)), Some(true)),
+            Err(code) => assert_eq!((code, client.heap_if_open(Place::Host).is_none()), ("Closed", true)),
+        }
+    }
+    eventually("all are gone", || arena.ledger().devices[0].clients.is_empty());
 }

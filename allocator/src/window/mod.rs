@@ -193,6 +193,12 @@ impl Window {
         self.mapped.lock().runs.are(offset, bytes, epochs)
     }
 
+    /// Whether nothing is mapped.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.mapped.lock().chunks.is_empty()
+    }
+
     /// Every mapped chunk, by address.
     #[must_use]
     pub fn chunks(&self) -> Vec<Chunk> {

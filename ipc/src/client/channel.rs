@@ -16,7 +16,7 @@ use serde_json::value::RawValue;
 use super::error::Error;
 use super::lease::HoldRef;
 use super::policy::cause_of;
-use crate::control::{ClientRow, ClientState, Control, HoldState, HoldWord, Tier, MAX_CLIENTS};
+use crate::control::{Control, HoldState, HoldWord, Tier, MAX_CLIENTS};
 use crate::wire::{epochs, send_frame, FrameError, FrameReader, Peer};
 
 /// A tensor on the wire.
@@ -133,8 +133,7 @@ impl Office {
         };
         // Its slot may be another's by now: then what comes from there has nothing to do with this.
         let row = self.control.client(peer.client).and_then(|cell| cell.read()).filter(|row| row.serial == peer.serial);
-        let dead = |row: ClientRow| matches!(ClientState::from_word(row.state), ClientState::Gone | ClientState::Orphaned);
-        if last && row.is_some_and(|row| broken || dead(row)) {
+        if last && row.is_some_and(|row| broken || row.is_dead()) {
             self.drop_unread(peer);
         }
         self.control.changes().note();

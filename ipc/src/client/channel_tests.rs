@@ -5,6 +5,7 @@ use serde_json::json;
 
 use super::*;
 use crate::control::Claim;
+use crate::control::ClientRow;
 
 const ME: u32 = 1;
 

@@ -9,7 +9,7 @@ mod source;
 pub(super) use peers::Range;
 
 use std::os::fd::OwnedFd;
-use std::sync::atomic::AtomicBool;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
@@ -123,8 +123,6 @@ pub(super) struct Opened {
     peers: Mutex<Peers>,
     /// Chunks that their client gave back while something here still used them: (window, chunk).
     revoked: Mutex<Vec<(u32, Chunk)>>,
-    /// Windows of clients that are gone.
-    dead: Mutex<Vec<u32>>,
     /// An event that is never recorded.
     probe: Mutex<Option<Event>>,
     /// The owner was told that the context is dead.
@@ -160,6 +158,11 @@ impl Device {
         if let Some(opened) = self.if_open() {
             opened.heap.set_context_events(allowed);
         }
+    }
+
+    /// Waits, with a bound, while it is being opened.
+    pub(super) fn await_opening(&self, bound: Duration) {
+        drop(self.context_events.try_lock_for(bound));
     }
 
     /// Opens it at first use.
@@ -207,12 +210,16 @@ impl Device {
             granularity: self.grant.granularity,
             peers: Mutex::default(),
             revoked: Mutex::default(),
-            dead: Mutex::default(),
             probe: Mutex::default(),
             faulted: AtomicBool::new(false),
         });
-        record::introduce_device(&made);
-        Ok(self.opened.get_or_init(|| made))
+        // Who leaves says so first, and then waits until nobody opens.
+        if self.shared.left.load(Ordering::Acquire) {
+            return Err(Error::Closed("this process has detached from its owner".to_owned()));
+        }
+        let opened = self.opened.get_or_init(|| made);
+        record::introduce_device(opened);
+        Ok(opened)
     }
 }
 

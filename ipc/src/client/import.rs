@@ -1,6 +1,6 @@
 //! Imports: what this client holds of others, and how it lets go: never blocking, on the GPU's time.
 
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::Arc;
 
 use millpond_allocator::driver::{Addr, Event, StreamId};
@@ -118,6 +118,8 @@ pub(super) struct Imports {
     /// Held for a moment only, never over a call of the driver: letting go must not wait for a stream.
     parting: Mutex<Vec<Parting>>,
     batches: Mutex<Vec<Batch>>,
+    /// A message has let go of something since the last look.
+    flows: AtomicBool,
     /// How many are parting: a hint without the lock. What puts it in order is the lock, and for the tender [`Nudge`](super::nudge).
     waiting: AtomicUsize,
     next: AtomicU64,
@@ -131,6 +133,7 @@ impl Imports {
             slab: Mutex::default(),
             parting: Mutex::default(),
             batches: Mutex::default(),
+            flows: AtomicBool::new(false),
             waiting: AtomicUsize::new(0),
             next: AtomicU64::new(0),
         }
@@ -269,6 +272,7 @@ impl Imports {
             let (last, before) = p.signals.split_last().map_or((signal, &[][..]), |(last, before)| (*last, before));
             let over = p.streams.is_empty() && before.iter().all(|signal| self.is_over(signal));
             if over {
+                self.flows.store(true, Ordering::Relaxed);
                 self.finish(p.hold, Some(last));
                 self.waiting.fetch_sub(1, Ordering::Relaxed);
             }
@@ -278,6 +282,11 @@ impl Imports {
 
     fn is_over(&self, signal: &Signal) -> bool {
         self.control.timeline(signal.timeline).is_none_or(|word| word.reached(signal.value) != Reached::No)
+    }
+
+    /// Whether a message has let go of something since this was last asked: the next one may of what waits now.
+    pub(super) fn has_flowed(&self) -> bool {
+        self.flows.swap(false, Ordering::Relaxed)
     }
 
     /// For streams that never come back to us: one event over the whole context, and when that is over, so are they. Whether
@@ -335,6 +344,13 @@ impl Imports {
             Some(handle_of(*generation, index as u32)) != but && import.as_ref().is_some_and(|i| i.touches(window, chunk))
         });
         held || self.parting.lock().iter().any(|p| touches(p.window, p.offset, p.bytes, window, chunk))
+    }
+
+    /// Whether anything of a window is still held or parting here.
+    pub(super) fn holds_in(&self, window: u32) -> bool {
+        let slab = self.slab.lock();
+        let held = slab.entries.iter().any(|(_, import)| import.as_ref().is_some_and(|import| import.window == window));
+        held || self.parting.lock().iter().any(|parting| parting.window == window)
     }
 
     /// Whether an address is held as an import although it lies in our own window: it came back to us.

@@ -68,6 +68,8 @@ use wake::Wake;
 
 /// How long leaving waits for streams that still use what was let go of.
 const PARTING: Duration = Duration::from_millis(200);
+/// And how long for another thread that is opening a device: a CUDA context takes some tenths of a second.
+const OPENING: Duration = Duration::from_secs(2);
 
 /// Counts of what was done so far.
 #[derive(Debug, Default)]
@@ -197,6 +199,7 @@ impl Client {
         }
         // Before the owner hears of it: whoever is refused by it from here on is refused since this client leaves.
         self.shared.left.store(true, Ordering::Release);
+        self.devices.iter().for_each(|device| device.await_opening(OPENING));
         let _ = self.shared.link.call(Request::Detach, Duration::from_secs(2));
         // Until the connection ends the slot is ours. A malloc that was writing our row there is over when its heap's lock has been had.
         self.devices.iter().filter_map(Device::if_open).for_each(|opened| opened.heap.set_leased_in(0));
@@ -330,11 +333,12 @@ impl Client {
         if peer.client as usize >= MAX_CLIENTS {
             return Err(Error::Protocol(format!("the owner says that window {window} is client {}'s", peer.client)));
         }
-        if let Some(pidfd) = pidfd {
-            self.pidfds.lock().insert(peer.serial, pidfd);
-        }
         let client = peer.client;
-        self.windows.lock().insert(window, (device, peer));
+        // Of one that is dead the notice has come, which would take this out again.
+        if self.shared.control.client(client).and_then(|cell| cell.read()).is_some_and(|row| row.serial == peer.serial && !row.is_dead()) {
+            self.pidfds.lock().extend(pidfd.map(|pidfd| (peer.serial, pidfd)));
+            self.windows.lock().insert(window, (device, peer));
+        }
         Ok((device, client))
     }
 }

@@ -22,16 +22,15 @@ const IDLE: Duration = Duration::from_millis(200);
 const LENT: Duration = Duration::from_millis(20);
 /// While something waits to be let go: what two looks see gets an event of its own.
 const PARTING: Duration = Duration::from_millis(1);
-/// How often that doubles while every look finds something else that waits: messages come and go, and each lets go of what the one
-/// before has brought.
+/// How often that doubles while messages come and go, and each lets go of what the one before has brought.
 const FLOWING: u32 = 2;
 
 /// What a look came to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Found {
-    /// Something waits to be let go that did at the last look too.
+    /// Something waits to be let go, and may have to wait for us.
     Staying,
-    /// What waits to be let go does since the last look.
+    /// Something does that did not at the last look, and messages have let go of what others brought since.
     Passing,
     /// Others hold something of ours, or something else is to be looked after.
     Lent,
@@ -119,7 +118,7 @@ impl Client {
             beat.store(crate::control::now_ms(), Ordering::Relaxed);
         }
         self.shared.leases.reap();
-        let stays = self.tick_devices();
+        let stays = self.tick_devices() || !self.imports.has_flowed();
         let alone = self.attend_wake();
         self.nudged.look();
         match (self.imports.any_parting(), self.shared.leases.len()) {
@@ -147,7 +146,7 @@ impl Client {
         for opened in self.devices.iter().filter_map(Device::if_open) {
             self.probe(opened);
             stays |= self.imports.tick(opened);
-            opened.tick(|window, chunk| self.imports.uses(window, chunk, None));
+            opened.tick(|window, chunk| self.imports.uses(window, chunk, None), |window| self.imports.holds_in(window));
             opened.heap.tick();
             opened.heap.set_leased_in(self.imports.bytes_on(opened.index));
         }
@@ -200,13 +199,7 @@ impl Client {
         self.imports.died(peer, cause);
         self.office.died(peer);
         self.pidfds.lock().remove(&peer.serial);
-        let mut gone = Vec::new();
-        self.windows.lock().retain(|window, (_, owner)| {
-            let dead = owner.serial == peer.serial;
-            gone.extend(dead.then_some(*window));
-            !dead
-        });
-        self.devices.iter().filter_map(Device::if_open).for_each(|opened| opened.died(&gone));
+        self.windows.lock().retain(|_, (_, owner)| owner.serial != peer.serial);
         self.shared.events.push_death(peer.clone(), cause);
     }
 }

@@ -17,7 +17,7 @@ use rustix::process::{pidfd_open, Pid, PidfdFlags};
 use super::link::{Link, Notice};
 use super::record;
 use super::Client;
-use crate::control::{ClientRow, ClientState, MAX_CLIENTS};
+use crate::control::{ClientRow, MAX_CLIENTS};
 use crate::wire::Peer;
 
 /// The owner is gone, or this client was cut off.
@@ -95,7 +95,7 @@ impl Client {
         let mut others = Vec::new();
         for slot in (0..MAX_CLIENTS as u32).filter(|slot| *slot != self.shared.me) {
             let Some(row) = self.shared.control.client(slot).and_then(|cell| cell.read()) else { continue };
-            if matches!(ClientState::from_word(row.state), ClientState::Gone | ClientState::Orphaned) {
+            if row.is_dead() {
                 continue;
             }
             let pidfd = pidfds.remove(&row.serial).or_else(|| pidfd_of(&row));

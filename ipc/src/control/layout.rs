@@ -248,6 +248,14 @@ pub enum ClientState {
     Orphaned = 5,
 }
 
+impl ClientRow {
+    /// Whether nothing of it runs any more: it is buried.
+    #[must_use]
+    pub const fn is_dead(&self) -> bool {
+        matches!(ClientState::from_word(self.state), ClientState::Gone | ClientState::Orphaned)
+    }
+}
+
 impl ClientState {
     /// From a word that may be anything.
     #[must_use]

@@ -144,13 +144,9 @@ impl Opened {
         left
     }
 
-    /// A client is gone: its windows' addresses go back when nothing is mapped in them any more.
-    pub(in crate::client) fn died(&self, windows: &[u32]) {
-        self.dead.lock().extend(windows);
-    }
-
-    /// Unmaps what was revoked and is no longer in use, and gives the dead's windows back.
-    pub(in crate::client) fn tick(&self, in_use: impl Fn(u32, &Chunk) -> bool) {
+    /// Unmaps what was revoked and is no longer in use, and gives back the addresses of windows in which nothing is mapped or held any
+    /// more: a peer that is gone leaves such a one behind, sooner or later.
+    pub(in crate::client) fn tick(&self, in_use: impl Fn(u32, &Chunk) -> bool, is_held: impl Fn(u32) -> bool) {
         if !self.revoked.lock().is_empty() {
             let peers = self.peers.lock();
             let mut later = self.revoked.lock();
@@ -160,24 +156,14 @@ impl Opened {
                 self.unmap(&peers, window, &[chunk]);
             }
         }
-        let mut dead = self.dead.lock();
-        if dead.is_empty() {
-            return;
-        }
-        let mut peers = self.peers.lock();
-        dead.retain(|window| {
-            let keys = [(*window, false), (*window, true)];
-            if both(&peers, *window).any(|peer| !peer.chunks().is_empty()) {
-                return true;
-            }
-            for key in keys {
-                if let Some(peer) = peers.remove(&key) {
-                    if let Err(error) = self.driver.unreserve(peer.base(), peer.bytes()) {
-                        tracing::debug!(%error, "a dead client's window was not given back");
-                    }
+        self.peers.lock().retain(|(window, _), peer| {
+            let stays = !peer.is_empty() || is_held(*window);
+            if !stays {
+                if let Err(error) = self.driver.unreserve(peer.base(), peer.bytes()) {
+                    tracing::debug!(%error, "a peer's window was not given back");
                 }
             }
-            false
+            stays
         });
     }
 
