@@ -239,41 +239,46 @@ def _packed(tensors):
     return b"".join([TENSOR.pack(*tensor) for tensor in tensors])
 
 
-class _Reading(threading.local):
-    """Where a thread's messages come to: one call fewer for each part of them."""
-
-    def __init__(self):
-        buffer, out = bytearray(_BUFFER_BYTES), _ptr()
-        at = _ptr(ctypes.addressof((ctypes.c_char * _BUFFER_BYTES).from_buffer(buffer)))
-        self.parts = buffer, at, _size(_BUFFER_BYTES), out, _ptr(ctypes.addressof(out))
+#: Where messages come to, as far as nobody uses these now. A receive in the middle of another one on its thread (a signal handler's) has its own.
+_spare = []
 
 
-_reading = _Reading()
+def _parts():
+    buffer, out = bytearray(_BUFFER_BYTES), _ptr()
+    at = _ptr(ctypes.addressof((ctypes.c_char * _BUFFER_BYTES).from_buffer(buffer)))
+    return buffer, at, _size(_BUFFER_BYTES), out, _ptr(ctypes.addressof(out))
 
 
 def receive(channel, timeout_ms, flags, streams):
     """Receives one message: (tree as text, list of `TENSOR` tuples, sender)."""
     lib = _loaded or library()
-    buffer, at, capacity, out, out_at = _reading.parts
-    count = len(streams)
-    packed = _STREAMS[count](*streams) if count < len(_STREAMS) else struct.pack(f"={count}Q", *streams)
-    length = lib.receive(channel, timeout_ms, _FLAGS[flags], packed, count, at, capacity, out_at)
-    if length <= 0:
-        if length:
-            raise last_error("receive")
-        return _unpacked(lib, ctypes.cast(out, ctypes.POINTER(_Message)))
-    count, sender = _HEAD(buffer)
-    if not count:
-        tensors, end = (), _BEHIND_HEAD
-    elif count == 1:
-        tensors, end = (_tensor_at(buffer, _BEHIND_HEAD),), _BEHIND_HEAD + TENSOR.size
-    else:
-        end = _BEHIND_HEAD + count * TENSOR.size
-        tensors = list(_tensors_in(buffer[_BEHIND_HEAD:end]))
     try:
-        return buffer[end:length].decode("utf-8", "surrogatepass"), tensors, sender
-    except UnicodeDecodeError:
-        return _NO_TEXT, tensors, sender
+        parts = _spare.pop()
+    except IndexError:
+        parts = _parts()
+    try:
+        buffer, at, capacity, out, out_at = parts
+        count = len(streams)
+        packed = _STREAMS[count](*streams) if count < len(_STREAMS) else struct.pack(f"={count}Q", *streams)
+        length = lib.receive(channel, timeout_ms, _FLAGS[flags], packed, count, at, capacity, out_at)
+        if length <= 0:
+            if length:
+                raise last_error("receive")
+            return _unpacked(lib, ctypes.cast(out, ctypes.POINTER(_Message)))
+        count, sender = _HEAD(buffer)
+        if not count:
+            tensors, end = (), _BEHIND_HEAD
+        elif count == 1:
+            tensors, end = (_tensor_at(buffer, _BEHIND_HEAD),), _BEHIND_HEAD + TENSOR.size
+        else:
+            end = _BEHIND_HEAD + count * TENSOR.size
+            tensors = list(_tensors_in(buffer[_BEHIND_HEAD:end]))
+        try:
+            return buffer[end:length].decode("utf-8", "surrogatepass"), tensors, sender
+        except UnicodeDecodeError:
+            return _NO_TEXT, tensors, sender
+    finally:
+        _spare.append(parts)
 
 
 def _unpacked(lib, out):

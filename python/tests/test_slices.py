@@ -1,5 +1,7 @@
 """`_native.in_slices`: the main thread, whichever it is, comes back for signals; others wait in one piece; none past its time."""
 
+import ctypes
+import struct
 import subprocess
 import sys
 import threading
@@ -110,3 +112,22 @@ def test_seconds_as_the_library_has_them(timeout, ms):
     assert _native.milliseconds(timeout) == ms
     with pytest.raises(ValueError):
         _native.milliseconds(float("nan"))
+
+
+def test_a_receive_in_the_middle_of_another_has_a_place_of_its_own(monkeypatch):
+    """A signal handler runs between the native receive and the look at what came, and may itself receive."""
+    texts, nested = [b"first", b"second"], []
+
+    class Library:
+        @staticmethod
+        def receive(channel, timeout_ms, flags, streams, count, at, capacity, out):
+            text = texts[channel]
+            body = struct.pack("=QQ", 0, 7 + channel) + text
+            ctypes.memmove(at, body, len(body))
+            if channel == 0:
+                nested.append(_native.receive(1, 0, 0, ()))
+            return len(body)
+
+    monkeypatch.setattr(_native, "_loaded", Library)
+    assert _native.receive(0, 0, 0, ()) == ("first", (), 7)
+    assert nested == [("second", (), 8)]
