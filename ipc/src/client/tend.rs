@@ -118,7 +118,8 @@ impl Client {
             beat.store(crate::control::now_ms(), Ordering::Relaxed);
         }
         self.shared.leases.reap();
-        let stays = self.tick_devices() || !self.imports.has_flowed();
+        let flows = self.imports.has_flowed();
+        let stays = self.tick_devices() || !flows;
         let alone = self.attend_wake();
         self.nudged.look();
         match (self.imports.any_parting(), self.shared.leases.len()) {
