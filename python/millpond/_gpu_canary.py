@@ -47,11 +47,6 @@ class Prover:
         self.asked = {}
 
     @property
-    def asking(self):
-        """Whether an answer is still to come."""
-        return bool(self.asked)
-
-    @property
     def out(self):
         """What this side may send, over all GPUs: None (no GPU value yet), "asked", True, "blind", False."""
         states = list(self._states.values())

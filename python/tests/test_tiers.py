@@ -83,7 +83,7 @@ def test_what_is_kept_for_a_peer_that_never_answers_is_let_go_when_the_channel_e
     waiting.start()
     near.close()
     waiting.join(20)
-    assert not waiting.is_alive() and not near._gpu._kept and not near._gpu.asking
+    assert not waiting.is_alive() and not near._gpu._kept and not near._gpu.asked
 
 
 def test_a_late_answer_loses_nothing(gpu, monkeypatch):
@@ -213,12 +213,12 @@ def test_each_gpu_is_proved_by_itself(gpu, monkeypatch):
     near.send(on_gpu(0, 1))
     near.send(on_gpu(1, 2))
     near.send("between")
-    assert asked == [0, 1] and near._gpu.asking and len(near._gpu._kept) == 3
+    assert asked == [0, 1] and near._gpu.asked and len(near._gpu._kept) == 3
     # The answers come in any order; the first GPU's is good, the second's is not.
     near._gpu.receive(Answer("gpu-ok", 0))
     assert len(near._gpu._kept) == 2, "what was sent before the second was asked about need not be sent again"
     near._gpu.receive(Answer("gpu-bad", 1, "its bytes differ"))
-    assert near._gpu.off == {1} and not near._gpu.asking and not near._gpu._kept
+    assert near._gpu.off == {1} and not near._gpu.asked and not near._gpu._kept
     before = dict(near.tiers)
     near.send(on_gpu(0, 3))
     assert near.tiers["arena"] == before["arena"] + 1, "the first GPU's values still go by the arena"

@@ -132,7 +132,7 @@ impl Office {
             left == 0
         };
         // Its slot may be another's by now: then what comes from there has nothing to do with this.
-        let row = self.control.client(peer.client).and_then(|cell| cell.read()).filter(|row| row.serial == peer.serial);
+        let row = self.control.row_of(peer.client, peer.serial);
         if last && row.is_some_and(|row| broken || row.is_dead()) {
             self.drop_unread(peer);
         }
@@ -157,8 +157,7 @@ impl Office {
         let unread: Vec<_> = words.filter(|(_, word)| of_sender(*word)).collect();
         // A slot is not given to another while such a hold is left. Has it been, then none was, and what was found is the other's: asked
         // after the look, since the other may have come during it.
-        let row = self.control.client(sender.client).and_then(|cell| cell.read());
-        if row.is_some_and(|row| row.serial == sender.serial) {
+        if self.control.row_of(sender.client, sender.serial).is_some() {
             for (hold, word) in unread {
                 hold.decline(word.generation(), self.me as u8);
             }

@@ -215,7 +215,7 @@ impl Device {
         });
         // Who leaves says so first, and then waits until nobody opens.
         if self.shared.left.load(Ordering::Acquire) {
-            return Err(Error::Closed("this process has detached from its owner".to_owned()));
+            return Err(Error::left());
         }
         let opened = self.opened.get_or_init(|| made);
         record::introduce_device(opened);

@@ -61,6 +61,11 @@ pub enum Error {
 }
 
 impl Error {
+    /// This process has left.
+    pub(super) fn left() -> Self {
+        Self::Closed("this process has detached from its owner".to_owned())
+    }
+
     /// The name of its code.
     #[must_use]
     pub const fn code(&self) -> &'static str {

@@ -103,7 +103,7 @@ impl Events {
                 return Ok(Some(event));
             }
             if state.closed {
-                return Err(Error::Closed("this process has detached from its owner".to_owned()));
+                return Err(Error::left());
             }
             if self.came.wait_until(&mut state, until).timed_out() {
                 return Ok(None);

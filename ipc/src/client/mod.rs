@@ -248,7 +248,7 @@ impl Client {
             return Err(Error::Forked);
         }
         if self.shared.left.load(Ordering::Acquire) {
-            return Err(Error::Closed("this process has detached from its owner".to_owned()));
+            return Err(Error::left());
         }
         Ok(())
     }
@@ -335,7 +335,7 @@ impl Client {
         }
         let client = peer.client;
         // Of one that is dead the notice has come, which would take this out again.
-        if self.shared.control.client(client).and_then(|cell| cell.read()).is_some_and(|row| row.serial == peer.serial && !row.is_dead()) {
+        if self.shared.control.row_of(client, peer.serial).is_some_and(|row| !row.is_dead()) {
             self.pidfds.lock().extend(pidfd.map(|pidfd| (peer.serial, pidfd)));
             self.windows.lock().insert(window, (device, peer));
         }

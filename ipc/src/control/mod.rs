@@ -156,6 +156,12 @@ impl Control {
         self.layout().clients.get(client as usize)
     }
 
+    /// The same of one client, unless its slot is another's by now.
+    #[must_use]
+    pub fn row_of(&self, client: u32, serial: u64) -> Option<ClientRow> {
+        self.client(client)?.read().filter(|row| row.serial == serial)
+    }
+
     /// Releases whoever waits for a client of which nothing runs any more.
     pub fn poison(&self, client: u32) {
         release(self.timelines(client).unwrap_or_default());
