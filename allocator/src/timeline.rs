@@ -69,9 +69,10 @@ pub struct Timelines {
 
 #[derive(Debug, Default)]
 struct Inner {
-    streams: ScatterMap<StreamId, u32>,
-    /// The last value queued on each of this device's slots.
-    assigned: ScatterMap<u32, u64>,
+    /// The place of each stream's own timeline in `written`.
+    streams: ScatterMap<StreamId, usize>,
+    /// This device's timelines, and the last value queued on each.
+    written: Vec<Signal>,
     /// What each stream was made to wait for, the last value of each timeline. It stands behind it until that is reached.
     waits: ScatterMap<StreamId, Vec<Signal>>,
 }
@@ -140,27 +141,32 @@ impl Timelines {
     pub fn signal_as(&self, stream: Stream, id: StreamId) -> Result<Signal, TimelineError> {
         // Assigning the value and queueing its write are one step, so that values never go back.
         let mut inner = self.inner.lock();
-        let (timeline, shared) = match inner.streams.get(&id) {
-            Some(timeline) => (*timeline, false),
-            None => match self.slots.take() {
-                Some(timeline) => (timeline, false),
-                // All slots are taken: follow another stream's work on its slot.
-                None => (*inner.assigned.keys().min().ok_or(TimelineError::Unknown(self.slots.first))?, true),
-            },
+        let place = match inner.streams.get(&id) {
+            Some(place) => *place,
+            None => self.place(&mut inner, stream, id)?,
+        };
+        let last = inner.written.get_mut(place).ok_or(TimelineError::Unknown(self.slots.first))?;
+        // The word may have held anything: others can write it.
+        let next = Signal { value: last.value.wrapping_add(1), ..*last };
+        self.driver.write_value(stream, self.address(next.timeline), next.value)?;
+        *last = next;
+        Ok(next)
+    }
+
+    /// Finds a new stream a timeline: its own, or where all slots are taken, the first one, behind whose work it is put each time.
+    #[cold]
+    fn place(&self, inner: &mut Inner, stream: Stream, id: StreamId) -> Result<usize, TimelineError> {
+        let Some(timeline) = self.slots.take() else {
+            let first = inner.written.first().ok_or(TimelineError::Unknown(self.slots.first))?;
+            if self.is_unmet(*first) {
+                self.driver.wait_value(stream, self.address(first.timeline), first.value)?;
+            }
+            return Ok(0);
         };
         let word = self.memory.word(timeline).ok_or(TimelineError::Unknown(timeline))?;
-        let last = inner.assigned.get(&timeline).copied().unwrap_or_else(|| word.value());
-        if shared && word.value() < last {
-            self.driver.wait_value(stream, self.address(timeline), last)?;
-        }
-        // The word may hold anything: others can write it.
-        let value = last.wrapping_add(1);
-        self.driver.write_value(stream, self.address(timeline), value)?;
-        inner.assigned.insert(timeline, value);
-        if !shared {
-            inner.streams.insert(id, timeline);
-        }
-        Ok(Signal { timeline, value })
+        inner.written.push(Signal { timeline, value: word.value() });
+        inner.streams.insert(id, inner.written.len() - 1);
+        Ok(inner.written.len() - 1)
     }
 
     /// Makes the stream's later work wait for a signal; queues nothing, and says false, where the CPU sees that it is reached.
@@ -229,13 +235,13 @@ impl Timelines {
     /// Whether all that was signalled on this device's streams is reached: nothing is queued any more that came before a signal.
     #[must_use]
     pub fn is_settled(&self) -> bool {
-        self.inner.lock().assigned.iter().all(|(timeline, value)| !self.is_unmet(Signal { timeline: *timeline, value: *value }))
+        self.inner.lock().written.iter().all(|last| !self.is_unmet(*last))
     }
 
     /// The timelines that streams of this device write: what will never be written any more when its context is dead.
     #[must_use]
     pub fn written(&self) -> Vec<u32> {
-        self.inner.lock().assigned.keys().copied().collect()
+        self.inner.lock().written.iter().map(|last| last.timeline).collect()
     }
 }
 

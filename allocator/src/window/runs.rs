@@ -1,8 +1,6 @@
 //! Chunks as runs: what lies side by side under consecutive epochs is one entry, so that a range of any size is looked up, named
 //! and compared at the cost of the runs that it touches, not of its chunks.
 
-use std::collections::BTreeMap;
-
 use super::Chunk;
 use crate::Few;
 
@@ -92,9 +90,9 @@ impl Run {
     }
 }
 
-/// The runs of a window, by address.
+/// The runs of a window, by address: few, and looked up far more often than changed.
 #[derive(Debug, Default)]
-pub(super) struct Runs(BTreeMap<u64, Run>);
+pub(super) struct Runs(Vec<Run>);
 
 impl Runs {
     /// A chunk that lies on no other.
@@ -104,36 +102,37 @@ impl Runs {
             let epochs = a.epochs.and(b.epochs).filter(|_| a.end() == b.offset && a.chunk_bytes == b.chunk_bytes)?;
             Some(Run { epochs, ..*a })
         };
-        if let Some(longer) = self.before(run.offset).and_then(|before| follows(before, &run)) {
-            run = longer;
+        let mut from = self.first_behind(run.offset);
+        let mut to = from;
+        if let Some(longer) = from.checked_sub(1).and_then(|before| follows(self.0.get(before)?, &run)) {
+            (run, from) = (longer, from - 1);
         }
-        if let Some(longer) = self.0.get(&run.end()).and_then(|behind| follows(&run, behind)) {
-            self.0.remove(&run.end());
-            run = longer;
+        if let Some(longer) = self.0.get(to).and_then(|behind| follows(&run, behind)) {
+            (run, to) = (longer, to + 1);
         }
-        self.0.insert(run.offset, run);
+        self.0.splice(from..to, [run]);
     }
 
     /// A chunk that was added.
     pub(super) fn remove(&mut self, chunk: &Chunk) {
-        let Some(run) = self.before(chunk.offset + 1).filter(|run| run.end() > chunk.offset).copied() else { return };
+        let place = self.first_behind(chunk.offset);
+        let Some(run) = self.0.get(place).filter(|run| run.offset <= chunk.offset).copied() else { return };
         let at = (chunk.offset - run.offset) / run.chunk_bytes;
-        self.0.remove(&run.offset);
         let left = at.checked_sub(1).and_then(|last| run.part(0, last));
         let right = run.part(at + 1, run.epochs.count - 1);
-        self.0.extend(left.into_iter().chain(right).map(|run| (run.offset, run)));
+        self.0.splice(place..=place, left.into_iter().chain(right));
     }
 
-    /// The last run that begins before an offset.
-    fn before(&self, offset: u64) -> Option<&Run> {
-        self.0.range(..offset).next_back().map(|(_, run)| run)
+    /// The place of the first run of which anything lies at or behind an offset.
+    fn first_behind(&self, offset: u64) -> usize {
+        self.0.partition_point(|run| run.end() <= offset)
     }
 
     /// Of each run the chunks that a range touches, by address.
     fn touched(&self, offset: u64, bytes: u64) -> impl Iterator<Item = Run> + '_ {
         let end = offset.saturating_add(bytes.max(1));
-        let start = self.before(offset).filter(|run| run.end() > offset).map_or(offset, |run| run.offset);
-        self.0.range(start..end).filter_map(move |(_, run)| {
+        let from = self.0.get(self.first_behind(offset)..).unwrap_or_default();
+        from.iter().take_while(move |run| run.offset < end).filter_map(move |run| {
             let place = |at: u64| (at - run.offset) / run.chunk_bytes;
             run.part(place(offset.max(run.offset)), place(end.min(run.end()) - 1))
         })
@@ -153,16 +152,15 @@ impl Runs {
 
     /// Whether the chunks that a range touches are these, in this order, and leave no byte of it out.
     pub(super) fn are(&self, offset: u64, bytes: u64, epochs: &[Epochs]) -> bool {
-        let mut reached = Some(offset);
-        let whole = self.touched(offset, bytes).all(|run| {
-            let joined = reached.is_some_and(|at| run.offset <= at);
-            reached = Some(run.end());
-            joined
+        let Some(end) = offset.checked_add(bytes) else { return false };
+        let mut reached = offset;
+        let to_a_hole = self.touched(offset, bytes).map_while(|run| {
+            (run.offset <= reached).then(|| {
+                reached = run.end();
+                run.epochs
+            })
         });
-        let end = offset.checked_add(bytes);
-        whole
-            && end.is_some_and(|end| reached.is_some_and(|at| at >= end))
-            && same(self.touched(offset, bytes).map(|run| run.epochs), epochs.iter().copied())
+        same(to_a_hole, epochs.iter().copied()) && reached >= end
     }
 }
 
@@ -244,7 +242,7 @@ mod tests {
             state ^= state << 17;
             state % bound
         };
-        let (mut runs, mut chunks) = (Runs::default(), BTreeMap::new());
+        let (mut runs, mut chunks) = (Runs::default(), std::collections::BTreeMap::new());
         let mut epoch = 0;
         for _ in 0..4000 {
             let offset = below(24) * 8;

@@ -89,6 +89,12 @@ pub(super) struct Frame {
     pub(super) tensors: Vec<Descriptor>,
 }
 
+/// A frame as it came. Whether it is UTF-8 is looked at once, which is cheaper than text by text.
+fn read(frame: &[u8]) -> Result<Frame, String> {
+    let text = std::str::from_utf8(frame).map_err(|error| error.to_string())?;
+    serde_json::from_str(text).map_err(|error| error.to_string())
+}
+
 /// The channels of one client, and what is left over when one ends.
 #[derive(Debug)]
 pub(super) struct Office {
@@ -252,7 +258,7 @@ impl Channel {
         let mut unread = Vec::new();
         loop {
             match reader.next_frame() {
-                Ok(Some(frame)) => unread.extend(serde_json::from_slice(&frame)),
+                Ok(Some(frame)) => unread.extend(read(&frame)),
                 Ok(None) if matches!(reader.fill(self.socket.as_fd()), Ok(true)) => {}
                 _ => break,
             }
@@ -315,7 +321,7 @@ impl Channel {
         let before = reader.received();
         let frame = reader.read_frame(self.socket.as_fd(), timeout, true);
         self.received.fetch_add(reader.received() - before, Ordering::Relaxed);
-        let error = match frame.map(|frame| serde_json::from_slice(&frame)) {
+        let error = match frame.map(|frame| read(&frame)) {
             Ok(Ok(frame)) => return Ok(frame),
             Err(FrameError::Timeout) => {
                 return Err(Error::Timeout(format!(
@@ -325,7 +331,7 @@ impl Channel {
                     timeout.unwrap_or_default().as_millis()
                 )))
             }
-            Ok(Err(error)) => Error::Protocol(format!("{} sent no message: {error}", self.peer.name)),
+            Ok(Err(why)) => Error::Protocol(format!("{} sent no message: {why}", self.peer.name)),
             // Every frame that ends before the connection did has been received: what is cut off never was sent.
             Err(FrameError::Closed(_)) => self.closed(),
             Err(error) => error.into(),

@@ -1,6 +1,6 @@
 //! Imports: what this client holds of others, and how it lets go: never blocking, on the GPU's time.
 
-use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::Arc;
 
 use millpond_allocator::driver::{Addr, Event, StreamId};
@@ -20,7 +20,7 @@ use crate::control::{Cause, Claim, Control};
 use crate::wire::Peer;
 
 /// One value that was received.
-#[derive(Debug, Clone)]
+#[derive(Debug)]
 pub(super) struct Import {
     pub(super) hold: HoldRef,
     pub(super) window: u32,
@@ -46,6 +46,15 @@ pub(super) struct Import {
     pub(super) sender: Arc<Peer>,
 }
 
+impl Clone for Import {
+    fn clone(&self) -> Self {
+        let Self { epochs, ready, streams, sender, .. } = self;
+        // Numbers only: copied as they lie.
+        let (epochs, ready, streams) = (Few::from_slice(epochs), Few::from_slice(ready), Few::from_slice(streams));
+        Self { epochs, ready, streams, sender: sender.clone(), ..*self }
+    }
+}
+
 impl Import {
     fn touches(&self, window: u32, chunk: &Chunk) -> bool {
         touches(self.window, self.offset, self.bytes, window, chunk)
@@ -62,17 +71,28 @@ fn touches(w: u32, offset: u64, bytes: u64, window: u32, chunk: &Chunk) -> bool 
 }
 
 #[derive(Debug, Default)]
-struct Slab {
+struct Table {
     entries: Vec<(u32, Option<Import>)>,
     free: Vec<u32>,
     bytes: u64,
+    parting: Vec<Parting>,
+}
+
+impl Table {
+    fn claim(&mut self, device: u32, stream: StreamId) -> Claimed {
+        let mine = self.parting.iter_mut().filter(|p| p.device == device && !p.claimed && p.streams.contains(&stream));
+        let handles = mine.map(|p| {
+            p.claimed = true;
+            p.handle
+        });
+        Claimed(handles.collect(), Some(stream))
+    }
 }
 
 /// An import that nobody uses any more on the host; streams may.
 #[derive(Debug)]
 struct Parting {
-    id: u64,
-    /// What its import was known by.
+    /// What its import was known by: no two have the same.
     handle: u64,
     hold: HoldRef,
     device: u32,
@@ -114,15 +134,14 @@ impl Claimed {
 pub(super) struct Imports {
     control: Arc<Control>,
     me: u32,
-    slab: Mutex<Slab>,
     /// Held for a moment only, never over a call of the driver: letting go must not wait for a stream.
-    parting: Mutex<Vec<Parting>>,
+    table: Mutex<Table>,
     batches: Mutex<Vec<Batch>>,
     /// A message has let go of something since the last look.
     flows: AtomicBool,
-    /// How many are parting: a hint without the lock. What puts it in order is the lock, and for the tender [`Nudge`](super::nudge).
+    /// How many are parting, written with the table locked: without that it is a hint. For the tender [`Nudge`](super::nudge) puts it in
+    /// order.
     waiting: AtomicUsize,
-    next: AtomicU64,
 }
 
 impl Imports {
@@ -130,12 +149,10 @@ impl Imports {
         Self {
             control,
             me,
-            slab: Mutex::default(),
-            parting: Mutex::default(),
+            table: Mutex::default(),
             batches: Mutex::default(),
             flows: AtomicBool::new(false),
             waiting: AtomicUsize::new(0),
-            next: AtomicU64::new(0),
         }
     }
 
@@ -156,16 +173,16 @@ impl Imports {
             return Err(Error::Protocol(format!("{} sent a value whose hold is on other bytes", import.sender.name)));
         }
         record::held(Kind::Receive, hold, (import.window, import.offset, import.bytes));
-        let mut slab = self.slab.lock();
-        slab.bytes += import.bytes;
-        let index = match slab.free.pop() {
+        let mut table = self.table.lock();
+        table.bytes += import.bytes;
+        let index = match table.free.pop() {
             Some(index) => index,
             None => {
-                slab.entries.push((0, None));
-                slab.entries.len() as u32 - 1
+                table.entries.push((0, None));
+                table.entries.len() as u32 - 1
             }
         };
-        let entry = slab.entries.get_mut(index as usize).ok_or_else(|| Error::Internal("import table".to_owned()))?;
+        let entry = table.entries.get_mut(index as usize).ok_or_else(|| Error::Internal("import table".to_owned()))?;
         entry.0 = entry.0.wrapping_add(1);
         entry.1 = Some(import);
         Ok(handle_of(entry.0, index))
@@ -181,26 +198,23 @@ impl Imports {
 
     /// Looks at, or changes, an import.
     pub(super) fn with<T>(&self, handle: u64, f: impl FnOnce(&mut Import) -> T) -> Result<T, Error> {
-        let mut slab = self.slab.lock();
-        entry(&mut slab, handle).and_then(|entry| entry.as_mut()).map(f).ok_or_else(released)
+        let mut table = self.table.lock();
+        entry(&mut table, handle).and_then(|entry| entry.as_mut()).map(f).ok_or_else(released)
     }
 
     /// Lets go. Never blocks, never calls the driver. True where streams may still use it.
     pub(super) fn release(&self, handle: u64) -> Result<bool, Error> {
-        let mut slab = self.slab.lock();
-        let import = entry(&mut slab, handle).and_then(Option::take).ok_or_else(released)?;
-        slab.free.push(handle as u32 - 1);
+        let mut table = self.table.lock();
+        let import = entry(&mut table, handle).and_then(Option::take).ok_or_else(released)?;
+        table.free.push(handle as u32 - 1);
         record::held(Kind::Release, import.hold, (import.window, import.offset, import.bytes));
-        slab.bytes = slab.bytes.saturating_sub(import.bytes);
+        table.bytes = table.bytes.saturating_sub(import.bytes);
         if import.addr.is_none() || import.streams.is_empty() || fault::is(Fault::ReleaseBeforeDone) {
-            drop(slab);
+            drop(table);
             self.finish(import.hold, None);
             return Ok(false);
         }
-        // Under the slab's lock, so that at every moment one of the two has it.
-        self.waiting.fetch_add(1, Ordering::Relaxed);
-        self.parting.lock().push(Parting {
-            id: self.next.fetch_add(1, Ordering::Relaxed),
+        table.parting.push(Parting {
             handle,
             hold: import.hold,
             device: import.device,
@@ -213,11 +227,12 @@ impl Imports {
             window: import.window,
             offset: import.offset,
         });
+        self.waiting.store(table.parting.len(), Ordering::Relaxed);
         Ok(true)
     }
 
     fn finish(&self, hold: HoldRef, done: Option<Signal>) {
-        if fault::is(Fault::DropAck) && self.next.fetch_add(1, Ordering::Relaxed).is_multiple_of(16) {
+        if fault::is(Fault::DropAck) && (hold.index ^ hold.generation).is_multiple_of(16) {
             return;
         }
         if let Some(record) = self.control.hold(hold.producer, hold.index) {
@@ -228,9 +243,9 @@ impl Imports {
 
     /// Whether an import was let go of and no stream can reach it any more.
     pub(super) fn is_parted(&self, handle: u64) -> bool {
-        let mut slab = self.slab.lock();
-        let held = entry(&mut slab, handle).is_some_and(|entry| entry.is_some());
-        !held && !self.parting.lock().iter().any(|parting| parting.handle == handle)
+        let mut table = self.table.lock();
+        let held = entry(&mut table, handle).is_some_and(|entry| entry.is_some());
+        !held && !table.parting.iter().any(|parting| parting.handle == handle)
     }
 
     /// Whether anything waits to be let go.
@@ -243,25 +258,34 @@ impl Imports {
         if !self.any_parting() {
             return Claimed::default();
         }
-        let mut parting = self.parting.lock();
-        let mine = parting.iter_mut().filter(|p| p.device == device && !p.claimed && p.streams.contains(&stream));
-        Claimed(
-            mine.map(|p| {
-                p.claimed = true;
-                p.id
-            })
-            .collect(),
-            Some(stream),
-        )
+        self.table.lock().claim(device, stream)
+    }
+
+    /// An import is open: where it is mapped, that it is ready if it is, and the stream that uses it, of which it is told what
+    /// [`Imports::claim`] would say.
+    pub(super) fn opened(&self, handle: u64, addr: Addr, is_ready: bool, stream: Option<StreamId>) -> Result<Claimed, Error> {
+        let mut table = self.table.lock();
+        let import = entry(&mut table, handle).and_then(Option::as_mut).ok_or_else(released)?;
+        import.addr = Some(addr);
+        if is_ready {
+            import.ready.clear();
+        }
+        let device = import.device;
+        let Some(stream) = stream else { return Ok(Claimed::default()) };
+        if !import.streams.contains(&stream) {
+            import.streams.push(stream);
+        }
+        Ok(table.claim(device, stream))
     }
 
     /// Lets go by a signal that was queued after [`Imports::claim`]; `None`: it could not be queued.
-    pub(super) fn part(&self, Claimed(ids, stream): Claimed, signal: Option<Signal>) {
-        if ids.is_empty() {
+    pub(super) fn part(&self, Claimed(handles, stream): Claimed, signal: Option<Signal>) {
+        if handles.is_empty() {
             return;
         }
-        self.parting.lock().retain_mut(|p| {
-            if !ids.contains(&p.id) {
+        let mut table = self.table.lock();
+        table.parting.retain_mut(|p| {
+            if !handles.contains(&p.handle) {
                 return true;
             }
             p.claimed = false;
@@ -274,10 +298,10 @@ impl Imports {
             if over {
                 self.flows.store(true, Ordering::Relaxed);
                 self.finish(p.hold, Some(last));
-                self.waiting.fetch_sub(1, Ordering::Relaxed);
             }
             !over
         });
+        self.waiting.store(table.parting.len(), Ordering::Relaxed);
     }
 
     fn is_over(&self, signal: &Signal) -> bool {
@@ -305,23 +329,25 @@ impl Imports {
             !done
         });
         let (mut left, mut stays) = (Vec::new(), false);
-        self.parting.lock().retain_mut(|p| {
+        let mut table = self.table.lock();
+        table.parting.retain_mut(|p| {
             let signalled = p.streams.is_empty() && p.signals.iter().all(|signal| self.is_over(signal));
-            let done = over.contains(&p.id) || p.device == opened.index && !p.claimed && signalled;
+            let done = over.contains(&p.handle) || p.device == opened.index && !p.claimed && signalled;
             if done {
                 self.finish(p.hold, None);
-                self.waiting.fetch_sub(1, Ordering::Relaxed);
             } else if p.device == opened.index {
                 let seen = std::mem::replace(&mut p.seen, true);
                 stays |= seen;
                 // Where messages come and go, the next one's signal covers it before the second look, and no event is needed.
                 if seen && !p.batched && !p.streams.is_empty() {
                     p.batched = true;
-                    left.push(p.id);
+                    left.push(p.handle);
                 }
             }
             !done
         });
+        self.waiting.store(table.parting.len(), Ordering::Relaxed);
+        drop(table);
         if left.is_empty() {
             return stays;
         }
@@ -332,25 +358,25 @@ impl Imports {
         });
         match recorded {
             Some(Ok(event)) => self.batches.lock().push(Batch { device: opened.index, event, partings: left }),
-            _ => self.parting.lock().iter_mut().filter(|p| left.contains(&p.id)).for_each(|p| p.batched = false),
+            _ => self.table.lock().parting.iter_mut().filter(|p| left.contains(&p.handle)).for_each(|p| p.batched = false),
         }
         stays
     }
 
     /// Whether anything of a chunk is still held or parting here, other than by one import.
     pub(super) fn uses(&self, window: u32, chunk: &Chunk, but: Option<u64>) -> bool {
-        let slab = self.slab.lock();
-        let held = slab.entries.iter().enumerate().any(|(index, (generation, import))| {
+        let table = self.table.lock();
+        let held = table.entries.iter().enumerate().any(|(index, (generation, import))| {
             Some(handle_of(*generation, index as u32)) != but && import.as_ref().is_some_and(|i| i.touches(window, chunk))
         });
-        held || self.parting.lock().iter().any(|p| touches(p.window, p.offset, p.bytes, window, chunk))
+        held || table.parting.iter().any(|p| touches(p.window, p.offset, p.bytes, window, chunk))
     }
 
     /// Whether anything of a window is still held or parting here.
     pub(super) fn holds_in(&self, window: u32) -> bool {
-        let slab = self.slab.lock();
-        let held = slab.entries.iter().any(|(_, import)| import.as_ref().is_some_and(|import| import.window == window));
-        held || self.parting.lock().iter().any(|parting| parting.window == window)
+        let table = self.table.lock();
+        let held = table.entries.iter().any(|(_, import)| import.as_ref().is_some_and(|import| import.window == window));
+        held || table.parting.iter().any(|parting| parting.window == window)
     }
 
     /// Whether an address is held as an import although it lies in our own window: it came back to us.
@@ -360,21 +386,21 @@ impl Imports {
 
     /// A live import whose mapped bytes hold an address.
     pub(super) fn find(&self, addr: Addr) -> Option<Import> {
-        self.slab.lock().entries.iter().filter_map(|(_, import)| import.as_ref()).find(|import| import.holds(addr)).cloned()
+        self.table.lock().entries.iter().filter_map(|(_, import)| import.as_ref()).find(|import| import.holds(addr)).cloned()
     }
 
     /// The handles of the live imports whose mapped bytes hold an address: a block may have been received more than once.
     pub(super) fn handles_at(&self, addr: Addr) -> Vec<u64> {
-        let slab = self.slab.lock();
-        let held = slab.entries.iter().enumerate().filter(|(_, (_, import))| import.as_ref().is_some_and(|import| import.holds(addr)));
+        let table = self.table.lock();
+        let held = table.entries.iter().enumerate().filter(|(_, (_, import))| import.as_ref().is_some_and(|import| import.holds(addr)));
         held.map(|(index, (generation, _))| handle_of(*generation, index as u32)).collect()
     }
 
     /// A client died. What it was to make ready and has not never will be; that is told now, while its timelines' last true
     /// values stand. Where its slot is another's by now, what that one is to make ready has nothing to do with it.
     pub(super) fn died(&self, dead: &Peer, cause: Option<Cause>) {
-        let mut slab = self.slab.lock();
-        for import in slab.entries.iter_mut().filter_map(|entry| entry.1.as_mut()) {
+        let mut table = self.table.lock();
+        for import in table.entries.iter_mut().filter_map(|entry| entry.1.as_mut()) {
             let (theirs, others): (Few<Due>, Few<Due>) = import.ready.iter().copied().partition(|due| due.is_of(dead));
             if !theirs.iter().all(|due| due.look(&self.control) == Reached::Yes) {
                 (import.lost, import.cause) = (true, import.cause.or(cause));
@@ -385,19 +411,19 @@ impl Imports {
 
     /// Bytes held of others.
     pub(super) fn bytes(&self) -> u64 {
-        self.slab.lock().bytes
+        self.table.lock().bytes
     }
 
     /// Bytes held of others on one device.
     pub(super) fn bytes_on(&self, device: u32) -> u64 {
-        self.slab.lock().entries.iter().filter_map(|entry| entry.1.as_ref()).filter(|import| import.device == device).map(|i| i.bytes).sum()
+        self.table.lock().entries.iter().filter_map(|entry| entry.1.as_ref()).filter(|import| import.device == device).map(|i| i.bytes).sum()
     }
 
     /// Notes another stream that uses what is at an address.
     pub(super) fn record_stream(&self, addr: Addr, stream: StreamId) -> bool {
-        let mut slab = self.slab.lock();
+        let mut table = self.table.lock();
         let mut any = false;
-        for import in slab.entries.iter_mut().filter_map(|entry| entry.1.as_mut()).filter(|import| import.holds(addr)) {
+        for import in table.entries.iter_mut().filter_map(|entry| entry.1.as_mut()).filter(|import| import.holds(addr)) {
             any = true;
             if !import.streams.contains(&stream) {
                 import.streams.push(stream);
@@ -416,8 +442,8 @@ fn released() -> Error {
     Error::InvalidArgument("no such import: it was released before".to_owned())
 }
 
-fn entry(slab: &mut Slab, handle: u64) -> Option<&mut Option<Import>> {
+fn entry(table: &mut Table, handle: u64) -> Option<&mut Option<Import>> {
     let (index, generation) = (handle as u32, (handle >> 32) as u32);
-    let entry = slab.entries.get_mut(index.checked_sub(1)? as usize)?;
+    let entry = table.entries.get_mut(index.checked_sub(1)? as usize)?;
     (entry.0 == generation).then_some(&mut entry.1)
 }

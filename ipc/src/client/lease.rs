@@ -12,7 +12,7 @@ use parking_lot::Mutex;
 use super::error::Error;
 use super::fault::{self, Fault};
 use super::{record, Client};
-use crate::control::{Claim, Control, Hold, HoldState, HoldWord, Look, FORWARDED, HOLDS_PER_CLIENT};
+use crate::control::{Claim, Control, Hold, HoldState, Look, Seen, FORWARDED, HOLDS_PER_CLIENT};
 
 /// A hold in somebody's table.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -128,11 +128,11 @@ impl Leases {
         Look::at(self.control.used_holds(self.me))
     }
 
-    fn over(&self, (index, word): (u32, HoldWord)) -> bool {
+    fn over(&self, Seen { index, word, .. }: &Seen) -> bool {
         if fault::is(Fault::LostHold) && word.state() == HoldState::InFlight {
             return true;
         }
-        word.state() == HoldState::Done && self.control.hold(self.me, index).is_some_and(|hold| done_reached(&self.control, hold))
+        word.state() == HoldState::Done && self.control.hold(self.me, *index).is_some_and(|hold| done_reached(&self.control, hold))
     }
 
     /// Ends the leases whose holds are all done, on the GPU too. Cheap where there are none.
@@ -143,17 +143,17 @@ impl Leases {
         let mut table = self.table.lock();
         let table = &mut *table;
         let before = self.look();
-        if !before.all().any(|hold| self.over(hold)) && table.leases.keys().all(|lease| !before.of(*lease).is_empty()) {
+        if !before.all().iter().any(|hold| self.over(hold)) && table.leases.keys().all(|lease| !before.of(*lease).is_empty()) {
             return;
         }
         let after = self.look();
-        let over = |lease: &u64| after.steady(&before, *lease).is_some_and(|holds| holds.iter().all(|hold| self.over(*hold)));
+        let over = |lease: &u64| after.steady(&before, *lease).is_some_and(|holds| holds.iter().all(|hold| self.over(hold)));
         let ended: Vec<u64> = table.leases.keys().copied().filter(over).collect();
         ended.into_iter().for_each(|lease| self.end(table, lease));
-        for (index, word) in after.all().filter(|hold| self.over(*hold)) {
-            let free = self.control.hold(self.me, index).is_some_and(|hold| hold.recycle(word));
-            if free && (index as usize) < FORWARDED {
-                table.free.push(index);
+        for Seen { index, word, .. } in after.all().iter().filter(|hold| self.over(hold)) {
+            let free = self.control.hold(self.me, *index).is_some_and(|hold| hold.recycle(*word));
+            if free && (*index as usize) < FORWARDED {
+                table.free.push(*index);
             }
         }
     }
@@ -171,10 +171,10 @@ impl Leases {
         let before = self.look();
         let after = self.look();
         let Some(holds) = after.steady(&before, lease) else { return vec![None] };
-        let pending = holds.iter().filter(|hold| !self.over(**hold));
+        let pending = holds.iter().filter(|hold| !self.over(hold));
         pending
-            .map(|(index, word)| match word.state() {
-                HoldState::Done => self.control.hold(self.me, *index).and_then(Hold::done),
+            .map(|seen| match seen.word.state() {
+                HoldState::Done => self.control.hold(self.me, seen.index).and_then(Hold::done),
                 _ => None,
             })
             .collect()
@@ -186,15 +186,15 @@ impl Leases {
         let table = self.table.lock();
         let before = self.look();
         let after = self.look();
-        let uses = |range: &Range, (index, word): (u32, HoldWord)| {
+        let uses = |range: &Range, seen: &Seen| {
             // What is being made does not say its range yet.
-            let claim = self.control.hold(self.me, index).and_then(Hold::claim).filter(|_| word.state() != HoldState::Making);
+            let claim = self.control.hold(self.me, seen.index).and_then(Hold::claim).filter(|_| seen.word.state() != HoldState::Making);
             let apart = |c: Claim| c.offset >= range.end || c.offset.saturating_add(c.bytes) <= range.start;
-            !self.over((index, word)) && !claim.is_some_and(apart)
+            !self.over(seen) && !claim.is_some_and(apart)
         };
         let lent = |range: &Range| {
             let Some(lease) = table.by_block.get(&(range.window, range.block)).copied() else { return false };
-            after.steady(&before, lease).is_none_or(|holds| holds.iter().any(|hold| uses(range, *hold)))
+            after.steady(&before, lease).is_none_or(|holds| holds.iter().any(|hold| uses(range, hold)))
         };
         ranges.iter().map(|range| range.as_ref().is_some_and(lent)).collect()
     }

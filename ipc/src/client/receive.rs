@@ -4,7 +4,7 @@ use std::sync::atomic::Ordering;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use millpond_allocator::driver::{Addr, DeviceInfo, Stream, StreamId};
+use millpond_allocator::driver::{Addr, DeviceInfo, Stream};
 use millpond_allocator::timeline::{Reached, Signal, TimelineError, Word};
 use millpond_allocator::Few;
 use serde_json::value::RawValue;
@@ -210,17 +210,10 @@ impl Client {
             }
         }
         let on = if on_cpu { stream.zip(identify()?) } else { on };
-        self.imports.with(handle, |import| {
-            import.addr = Some(addr);
-            if on_cpu {
-                import.ready.clear();
-            }
-            if let Some((_, id)) = on.filter(|(_, id)| !import.streams.contains(id)) {
-                import.streams.push(id);
-            }
-        })?;
-        if let Some(on) = on {
-            self.part(opened, on);
+        let claimed = self.imports.opened(handle, addr, on_cpu, on.map(|(_, id)| id))?;
+        if let Some(on) = on.filter(|_| !claimed.is_empty()) {
+            // The DONE of what was let go of on this stream, now that somebody hands it to us; where it cannot be now, another time.
+            let _ = self.signal(opened, on, claimed);
         }
         Ok(addr)
     }
@@ -252,15 +245,6 @@ impl Client {
             return Ok(None);
         }
         Ok(Some(device.open()?.driver.device().ordinal))
-    }
-
-    /// Queues the DONE of what was let go of on this stream, now that somebody hands it to us.
-    fn part(&self, opened: &Opened, on: (Stream, StreamId)) {
-        let claimed = self.imports.claim(opened.index, on.1);
-        if !claimed.is_empty() {
-            // Where it cannot be now: another time.
-            let _ = self.signal(opened, on, claimed);
-        }
     }
 
     /// Blocks until a value is what was sent.

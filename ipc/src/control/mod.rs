@@ -22,7 +22,7 @@ mod atomic {
     pub(super) use std::sync::atomic::{fence, AtomicU64, Ordering};
 }
 
-pub(crate) use sweep::Look;
+pub(crate) use sweep::{Look, Seen};
 
 pub use cause::Cause;
 pub use cell::Cell;

@@ -7,41 +7,47 @@
 //! and was in the first, it was alive there, so the words differ. So at that moment nobody held the lease; and a lease that
 //! nobody holds nobody can forward.
 
-use std::collections::HashMap;
-
 use super::atomic::Ordering;
 use super::hold::{Hold, HoldState, HoldWord};
 
-/// Every hold that is not free, by its lease: (place, word).
+/// A hold as it was seen.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Seen {
+    /// The lease that it says it is of.
+    lease: u64,
+    /// Its place in the table.
+    pub(crate) index: u32,
+    pub(crate) word: HoldWord,
+}
+
+/// Every hold that is not free, by its lease, then by its place.
 #[derive(Debug, Default, Clone)]
-pub(crate) struct Look(HashMap<u64, Vec<(u32, HoldWord)>>);
+pub(crate) struct Look(Vec<Seen>);
 
 impl Look {
-    /// Looks once.
+    /// Looks once, at holds that come by their places.
     pub(crate) fn at<'a>(holds: impl Iterator<Item = (u32, &'a Hold)>) -> Self {
-        let mut found: HashMap<u64, Vec<(u32, HoldWord)>> = HashMap::new();
-        for (index, hold) in holds {
-            let word = hold.word();
-            if word.state() != HoldState::Free {
-                // Of a hold that is being made this may be its last life's. It does not matter: its maker holds the right one.
-                found.entry(hold.lease.load(Ordering::Relaxed)).or_default().push((index, word));
-            }
-        }
+        let used = holds.map(|(index, hold)| (index, hold, hold.word())).filter(|(_, _, word)| word.state() != HoldState::Free);
+        // Of a hold that is being made the lease may be its last life's. It does not matter: its maker holds the right one.
+        let mut found: Vec<Seen> = used.map(|(index, hold, word)| Seen { lease: hold.lease.load(Ordering::Relaxed), index, word }).collect();
+        found.sort_by_key(|seen| seen.lease);
         Self(found)
     }
 
     /// The holds of a lease.
-    pub(crate) fn of(&self, lease: u64) -> &[(u32, HoldWord)] {
-        self.0.get(&lease).map_or(&[], Vec::as_slice)
+    pub(crate) fn of(&self, lease: u64) -> &[Seen] {
+        let behind = self.0.get(self.0.partition_point(|seen| seen.lease < lease)..).unwrap_or_default();
+        behind.get(..behind.partition_point(|seen| seen.lease == lease)).unwrap_or_default()
     }
 
     /// Every hold.
-    pub(crate) fn all(&self) -> impl Iterator<Item = (u32, HoldWord)> + '_ {
-        self.0.values().flatten().copied()
+    pub(crate) fn all(&self) -> &[Seen] {
+        &self.0
     }
 
     /// A lease's holds, if an earlier look saw the same.
-    pub(crate) fn steady(&self, before: &Self, lease: u64) -> Option<&[(u32, HoldWord)]> {
-        (before.of(lease) == self.of(lease)).then(|| self.of(lease))
+    pub(crate) fn steady(&self, before: &Self, lease: u64) -> Option<&[Seen]> {
+        let holds = self.of(lease);
+        (before.of(lease) == holds).then_some(holds)
     }
 }

@@ -52,6 +52,24 @@ impl<'de> Visitor<'de> for RunVisitor {
     }
 }
 
+struct RunsVisitor;
+
+impl<'de> Visitor<'de> for RunsVisitor {
+    type Value = Few<Epochs>;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("a list of epochs")
+    }
+
+    fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> Result<Self::Value, A::Error> {
+        let mut runs = Few::new();
+        while let Some(Run(run)) = seq.next_element()? {
+            runs.push(run);
+        }
+        Ok(runs)
+    }
+}
+
 /// Writes runs. For `#[serde(with = "epochs")]`.
 pub(crate) fn serialize<S: Serializer>(runs: &[Epochs], serializer: S) -> Result<S::Ok, S::Error> {
     let mut seq = serializer.serialize_seq(Some(runs.len()))?;
@@ -61,8 +79,7 @@ pub(crate) fn serialize<S: Serializer>(runs: &[Epochs], serializer: S) -> Result
 
 /// Reads runs.
 pub(crate) fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Few<Epochs>, D::Error> {
-    let runs: Few<Run> = Few::deserialize(deserializer)?;
-    Ok(runs.into_iter().map(|run| run.0).collect())
+    deserializer.deserialize_seq(RunsVisitor)
 }
 
 #[cfg(test)]

@@ -34,7 +34,7 @@ use layout::HOLDS_PER_CLIENT;
 use loom::sync::Arc;
 use loom::thread;
 use marks::Marks;
-use sweep::Look;
+use sweep::{Look, Seen};
 
 use crate::check;
 
@@ -85,11 +85,11 @@ impl Table {
     }
 
     fn reap_after(&self, before: &Look, after: Look) {
-        let over = after.steady(before, LEASE).is_some_and(|holds| holds.iter().all(|(_, word)| word.state() == HoldState::Done));
+        let over = after.steady(before, LEASE).is_some_and(|holds| holds.iter().all(|hold| hold.word.state() == HoldState::Done));
         if over {
             self.ended.store(1, Ordering::Release);
         }
-        for (index, word) in after.all().filter(|(_, word)| word.state() == HoldState::Done) {
+        for Seen { index, word, .. } in after.all().iter().copied().filter(|hold| hold.word.state() == HoldState::Done) {
             self.holds[index as usize].recycle(word);
         }
     }

@@ -47,6 +47,8 @@ impl Opened {
         }
         let mut peers = self.peers.lock();
         let peer = match peers.get(&(window, read_only)) {
+            // Nearly always: at one price, however large the range.
+            Some(peer) if bytes == 0 || peer.holds(offset, bytes, epochs) => return Ok(peer.base() + offset),
             Some(peer) => peer.clone(),
             None => {
                 let access = if read_only { Access::ReadOnly } else { Access::ReadWrite };
@@ -57,10 +59,6 @@ impl Opened {
             }
         };
         if bytes == 0 {
-            return Ok(peer.base() + offset);
-        }
-        // Nearly always: at one price, however large the range.
-        if peer.holds(offset, bytes, epochs) {
             return Ok(peer.base() + offset);
         }
         let there = peer.chunks_in(offset, bytes);
