@@ -79,6 +79,14 @@ struct Table {
 }
 
 impl Table {
+    fn held(&self) -> impl Iterator<Item = &Import> {
+        self.entries.iter().filter_map(|(_, import)| import.as_ref())
+    }
+
+    fn held_mut(&mut self) -> impl Iterator<Item = &mut Import> {
+        self.entries.iter_mut().filter_map(|(_, import)| import.as_mut())
+    }
+
     fn claim(&mut self, device: u32, stream: StreamId) -> Claimed {
         let mine = self.parting.iter_mut().filter(|p| p.device == device && !p.claimed && p.streams.contains(&stream));
         let handles = mine.map(|p| {
@@ -375,8 +383,7 @@ impl Imports {
     /// Whether anything of a window is still held or parting here.
     pub(super) fn holds_in(&self, window: u32) -> bool {
         let table = self.table.lock();
-        let held = table.entries.iter().any(|(_, import)| import.as_ref().is_some_and(|import| import.window == window));
-        held || table.parting.iter().any(|parting| parting.window == window)
+        table.held().any(|import| import.window == window) || table.parting.iter().any(|parting| parting.window == window)
     }
 
     /// Whether an address is held as an import although it lies in our own window: it came back to us.
@@ -386,7 +393,7 @@ impl Imports {
 
     /// A live import whose mapped bytes hold an address.
     pub(super) fn find(&self, addr: Addr) -> Option<Import> {
-        self.table.lock().entries.iter().filter_map(|(_, import)| import.as_ref()).find(|import| import.holds(addr)).cloned()
+        self.table.lock().held().find(|import| import.holds(addr)).cloned()
     }
 
     /// The handles of the live imports whose mapped bytes hold an address: a block may have been received more than once.
@@ -400,7 +407,7 @@ impl Imports {
     /// values stand. Where its slot is another's by now, what that one is to make ready has nothing to do with it.
     pub(super) fn died(&self, dead: &Peer, cause: Option<Cause>) {
         let mut table = self.table.lock();
-        for import in table.entries.iter_mut().filter_map(|entry| entry.1.as_mut()) {
+        for import in table.held_mut() {
             let (theirs, others): (Few<Due>, Few<Due>) = import.ready.iter().copied().partition(|due| due.is_of(dead));
             if !theirs.iter().all(|due| due.look(&self.control) == Reached::Yes) {
                 (import.lost, import.cause) = (true, import.cause.or(cause));
@@ -416,14 +423,14 @@ impl Imports {
 
     /// Bytes held of others on one device.
     pub(super) fn bytes_on(&self, device: u32) -> u64 {
-        self.table.lock().entries.iter().filter_map(|entry| entry.1.as_ref()).filter(|import| import.device == device).map(|i| i.bytes).sum()
+        self.table.lock().held().filter(|import| import.device == device).map(|import| import.bytes).sum()
     }
 
     /// Notes another stream that uses what is at an address.
     pub(super) fn record_stream(&self, addr: Addr, stream: StreamId) -> bool {
         let mut table = self.table.lock();
         let mut any = false;
-        for import in table.entries.iter_mut().filter_map(|entry| entry.1.as_mut()).filter(|import| import.holds(addr)) {
+        for import in table.held_mut().filter(|import| import.holds(addr)) {
             any = true;
             if !import.streams.contains(&stream) {
                 import.streams.push(stream);

@@ -29,7 +29,8 @@ impl Look {
     pub(crate) fn at<'a>(holds: impl Iterator<Item = (u32, &'a Hold)>) -> Self {
         let used = holds.map(|(index, hold)| (index, hold, hold.word())).filter(|(_, _, word)| word.state() != HoldState::Free);
         // Of a hold that is being made the lease may be its last life's. It does not matter: its maker holds the right one.
-        let mut found: Vec<Seen> = used.map(|(index, hold, word)| Seen { lease: hold.lease.load(Ordering::Relaxed), index, word }).collect();
+        let seen = used.map(|(index, hold, word)| Seen { lease: hold.lease.load(Ordering::Relaxed), index, word });
+        let mut found: Vec<Seen> = seen.collect();
         found.sort_by_key(|seen| seen.lease);
         Self(found)
     }
