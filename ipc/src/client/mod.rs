@@ -99,6 +99,8 @@ pub struct Client {
     windows: Mutex<ScatterMap<u32, (u32, Peer)>>,
     /// Pidfds of those that this client imports from, by serial: for when there is no owner any more.
     pidfds: Mutex<HashMap<u64, OwnedFd>>,
+    /// How many deaths the owner has told of.
+    deaths: AtomicU64,
     /// Set when the owner is gone.
     wake: Mutex<Option<Wake>>,
     /// GPUs that the arena does not serve, by ordinal, as far as they were asked for.
@@ -156,6 +158,7 @@ impl Client {
             devices,
             by_ordinal: OnceLock::new(),
             windows: Mutex::default(),
+            deaths: AtomicU64::new(0),
             pidfds: Mutex::default(),
             wake: Mutex::default(),
             gpus: Mutex::default(),
@@ -329,17 +332,27 @@ impl Client {
         if let Some(own) = self.devices.iter().find(|device| device.grant.window == window) {
             return Ok((own.grant.index, self.shared.me));
         }
+        let deaths = self.deaths.load(Ordering::Acquire);
         let (device, peer, pidfd) = device::window_owner(&self.shared.link, window)?;
         if peer.client as usize >= MAX_CLIENTS {
             return Err(Error::Protocol(format!("the owner says that window {window} is client {}'s", peer.client)));
         }
-        let client = peer.client;
-        // Of one that is dead the notice has come, which would take this out again.
-        if self.shared.control.row_of(client, peer.serial).is_some_and(|row| !row.is_dead()) {
-            self.pidfds.lock().extend(pidfd.map(|pidfd| (peer.serial, pidfd)));
+        let Peer { client, serial, .. } = peer;
+        // Of one that is dead the notice has come, which would take this out again; of one that dies just now it may have.
+        if self.shared.control.row_of(client, serial).is_some_and(|row| !row.is_dead()) {
+            self.pidfds.lock().extend(pidfd.map(|pidfd| (serial, pidfd)));
             self.windows.lock().insert(window, (device, peer));
+            if self.deaths.load(Ordering::Acquire) != deaths {
+                self.forget(serial);
+            }
         }
         Ok((device, client))
+    }
+
+    /// Drops what is known of a client's windows; of one that lives it is asked again.
+    fn forget(&self, serial: u64) {
+        self.pidfds.lock().remove(&serial);
+        self.windows.lock().retain(|_, (_, owner)| owner.serial != serial);
     }
 }
 

@@ -199,8 +199,9 @@ impl Client {
         record::died(peer);
         self.imports.died(peer, cause);
         self.office.died(peer);
-        self.pidfds.lock().remove(&peer.serial);
-        self.windows.lock().retain(|_, (_, owner)| owner.serial != peer.serial);
+        // The count before the look: see `window`.
+        self.deaths.fetch_add(1, Ordering::AcqRel);
+        self.forget(peer.serial);
         self.shared.events.push_death(peer.clone(), cause);
     }
 }
