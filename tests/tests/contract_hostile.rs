@@ -249,6 +249,7 @@ fn bytes_that_are_no_frame_close_the_channel() {
         (u32::MAX, b"x".to_vec()),
         ((64 << 20) + 1, Vec::new()),
         (3, b"\xff\xfe\xfd".to_vec()),
+        (35, b"{\"kind\":\"message\",\"tree\":0,\"x\":\"\xff\"}".to_vec()),
         (2, b"{}".to_vec()),
         (4, b"null".to_vec()),
         (deep.len() as u32, deep.clone().into_bytes()),
