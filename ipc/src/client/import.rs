@@ -87,6 +87,7 @@ impl Table {
         self.entries.iter_mut().filter_map(|(_, import)| import.as_mut())
     }
 
+    /// [`Imports::claim`].
     fn claim(&mut self, device: u32, stream: StreamId) -> Claimed {
         let mine = self.parting.iter_mut().filter(|p| p.device == device && !p.claimed && p.streams.contains(&stream));
         let handles = mine.map(|p| {
@@ -214,7 +215,10 @@ impl Imports {
     pub(super) fn release(&self, handle: u64) -> Result<bool, Error> {
         let mut table = self.table.lock();
         let import = entry(&mut table, handle).and_then(Option::take).ok_or_else(released)?;
-        table.free.push(handle as u32 - 1);
+        // A place whose numbers are used up is no other's: a parting may still be known by any of them.
+        if generation_of(handle) != u32::MAX {
+            table.free.push(handle as u32 - 1);
+        }
         record::held(Kind::Release, import.hold, (import.window, import.offset, import.bytes));
         table.bytes = table.bytes.saturating_sub(import.bytes);
         if import.addr.is_none() || import.streams.is_empty() || fault::is(Fault::ReleaseBeforeDone) {
@@ -445,12 +449,69 @@ fn handle_of(generation: u32, index: u32) -> u64 {
     (u64::from(generation) << 32) | (u64::from(index) + 1)
 }
 
+fn generation_of(handle: u64) -> u32 {
+    (handle >> 32) as u32
+}
+
 fn released() -> Error {
     Error::InvalidArgument("no such import: it was released before".to_owned())
 }
 
 fn entry(table: &mut Table, handle: u64) -> Option<&mut Option<Import>> {
-    let (index, generation) = (handle as u32, (handle >> 32) as u32);
+    let (index, generation) = (handle as u32, generation_of(handle));
     let entry = table.entries.get_mut(index.checked_sub(1)? as usize)?;
     (entry.0 == generation).then_some(&mut entry.1)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::control::Claim;
+
+    #[test]
+    fn no_two_imports_are_known_by_the_same_number() {
+        let control = Arc::new(Control::create([1, 2], 3).unwrap());
+        let imports = Imports::new(control.clone(), 1);
+        let stream = StreamId(0);
+        let import = |index: u32, device: u32| {
+            let claim = Claim { lease: 1, window: 1, offset: 0, bytes: 512 };
+            let generation = control.hold(0, index).unwrap().make(0, 1, claim).unwrap();
+            let sender = Arc::new(Peer { client: 0, serial: 1, name: "a".to_owned(), pid: 1 });
+            let handle = imports
+                .add(Import {
+                    hold: HoldRef { producer: 0, index, generation },
+                    window: 1,
+                    device,
+                    offset: 0,
+                    bytes: 512,
+                    epochs: Few::new(),
+                    ready: Few::new(),
+                    read_only: false,
+                    addr: None,
+                    streams: Few::new(),
+                    adopted: false,
+                    lost: false,
+                    cause: None,
+                    sender,
+                })
+                .unwrap();
+            imports.part(imports.opened(handle, 4096, true, Some(stream)).unwrap(), None);
+            handle
+        };
+        // A day of imports, and one that is parting all the while.
+        let first = import(0, 1);
+        assert!(imports.release(first).unwrap());
+        imports.table.lock().entries[0].0 = u32::MAX - 1;
+        let last = import(1, 0);
+        assert_eq!((generation_of(last), last as u32), (u32::MAX, 1));
+        assert!(imports.release(last).unwrap() && imports.release(last).is_err());
+        let next = import(2, 0);
+        assert_eq!((generation_of(next), next as u32), (1, 2), "a place of its own");
+        assert!(imports.release(next).unwrap());
+        // What one device's stream lets go of says nothing of the other's.
+        let claimed = imports.claim(0, stream);
+        imports.part(claimed, Some(Signal { timeline: 0, value: 1 }));
+        assert_eq!((imports.is_parted(first), imports.is_parted(last), imports.is_parted(next)), (false, true, true));
+        assert!(imports.any_parting());
+    }
 }

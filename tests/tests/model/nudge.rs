@@ -1,6 +1,7 @@
 //! How who lets go of something tells the tender (`Nudge.0`): it is told, or it sees it by itself, however the two fall together.
 //!
-//! What is put down is counted in a word of its own, without any order (`Imports::waiting`): `Nudge`'s exchanges are what orders it.
+//! What is put down is counted under a lock, in a word that the tender reads without it (`Imports::waiting`): `Nudge`'s exchanges are what
+//! orders that.
 
 mod atomic {
     pub(super) use loom::sync::atomic::{AtomicBool, Ordering};
@@ -11,7 +12,7 @@ mod real;
 
 use atomic::{AtomicBool, Ordering};
 use loom::sync::atomic::AtomicU64;
-use loom::sync::Arc;
+use loom::sync::{Arc, Mutex};
 use loom::thread;
 use real::Nudge;
 
@@ -21,15 +22,18 @@ use crate::check;
 fn nothing_is_overlooked(soon: bool) {
     check(3, move || {
         let nudge = Arc::new(Nudge(AtomicBool::new(false)));
-        let waiting = Arc::new(AtomicU64::new(0));
+        let (list, waiting) = (Arc::new(Mutex::new(0)), Arc::new(AtomicU64::new(0)));
         let told = Arc::new(AtomicBool::new(false));
         if soon {
             nudge.looks_soon();
         }
         let releasers = [(); 2].map(|()| {
-            let (nudge, waiting, told) = (nudge.clone(), waiting.clone(), told.clone());
+            let (nudge, list, waiting, told) = (nudge.clone(), list.clone(), waiting.clone(), told.clone());
             thread::spawn(move || {
-                waiting.fetch_add(1, Ordering::Relaxed);
+                let mut list = list.lock().unwrap();
+                *list += 1;
+                waiting.store(*list, Ordering::Relaxed);
+                drop(list);
                 if nudge.is_news() {
                     told.store(true, Ordering::Release);
                 }
