@@ -11,11 +11,13 @@ import tempfile
 import time
 
 HERE = os.path.dirname(os.path.abspath(__file__))
-STAGES = "conformance micro contract bench demo stress torch".split()
-#: Only where --only names it: it has no room beside the others.
-APART = ["stress"]
+STAGES = "conformance micro contract bench demo stress torch pairs".split()
+#: Those that have no room beside the others on every machine, and the seconds that each needs: the usual run has them last, as far as that
+#: many are left over.
+APART = {"pairs": 85, "stress": 75}
 #: Seconds for each stage: (quick, full). What a stage leaves over goes to the later ones.
-LIMITS = {"conformance": (45, 75), "micro": (35, 110), "contract": (25, 45), "stress": (40, 130), "torch": (90, 290), "bench": (30, 150), "demo": (25, 45)}
+LIMITS = {"conformance": (45, 75), "micro": (35, 110), "contract": (25, 45), "stress": (40, 130), "torch": (90, 290), "bench": (30, 150), "demo": (25, 45), "pairs": (40, 110)}
+USUAL = [stage for stage in STAGES if stage not in APART]
 TOTAL = (172, 565)
 FIRST_LINES = 30
 #: Of a line of figures on the screen; the log has all of it.
@@ -36,8 +38,10 @@ def run(options, work):
     runner.note_machine()
     for stage in STAGES:
         if stage in options.only:
-            getattr(runner, stage)()
-            runner.write()
+            runner.stage(stage)
+    for stage, needs in APART.items():
+        if options.only == USUAL and runner.left() >= needs:
+            runner.stage(stage)
     runner.results["seconds"] = round(time.monotonic() - runner.start, 1)
     runner.write()
     return runner.summary()
@@ -48,8 +52,8 @@ def parse():
     parser.add_argument("out", metavar="OUTDIR")
     parser.add_argument("--quick", action="store_true", help="the short form: at most 3 minutes")
     parser.add_argument("--driver", choices=("cuda", "host"), default="cuda")
-    usual = ",".join(stage for stage in STAGES if stage not in APART)
-    parser.add_argument("--only", default=usual, help=f"stages, with commas between them (default {usual}; beside them {', '.join(APART)})")
+    usual, apart = ",".join(USUAL), ", ".join(APART)
+    parser.add_argument("--only", default=usual, help=f"stages, with commas between them (default {usual}, then {apart} as far as there is time)")
     parser.add_argument("--carry", help="what pack.sh laid out (default .carry of this checkout)")
     parser.add_argument("--input", help="demo: a safetensors file (default: random tensors of a small model's shapes)")
     parser.add_argument("--fault", help="stress: break this on purpose (programs packed with CARGO_FLAGS='--features millpond-ipc/faults'); it must fail")
@@ -138,9 +142,17 @@ class Runner:
         self.say(f"machine ({time.monotonic() - self.start:.1f} s): {json.dumps(facts)}")
         self.log.write(f"doctor: {doctor}\n")
 
+    def stage(self, stage):
+        getattr(self, stage)()
+        self.write()
+
+    def left(self):
+        """Seconds that are left of all."""
+        return self.total - (time.monotonic() - self.start)
+
     def run(self, stage, command):
         """Runs a stage's program: its exit code (None: out of time) and seconds. Its output goes to the log."""
-        left = self.total - (time.monotonic() - self.start)
+        left = self.left()
         later = [s for s in STAGES[STAGES.index(stage) + 1 :] if s in self.options.only]
         limit = min(left, LIMITS[stage][0 if self.options.quick else 1] if later else left)
         if limit < 5:
@@ -241,6 +253,11 @@ class Runner:
     def bench(self):
         command = [sys.executable, os.path.join(HERE, "bench.py"), "--driver", self.options.driver]
         self.json_of("bench", [*command, *self.quick()])
+
+    def pairs(self):
+        """Ten pairs of processes, ours and torch's own, one pair after the other."""
+        command = [sys.executable, os.path.join(HERE, "bench.py"), "--driver", self.options.driver, "--modes", "native", "--pairs", "10"]
+        self.json_of("pairs", [*command, "--rounds", "3", "allocation"])
 
     def demo(self):
         path = self.options.input
@@ -353,7 +370,7 @@ def short(value):
 def figures(results):
     """The figures that matter, one line each."""
     lines = []
-    for stage in ("micro", "contract", "stress", "torch", "bench"):
+    for stage in ("micro", "contract", "stress", "torch", "bench", "pairs"):
         for name, value in (results.get(stage, {}).get("figures") or {}).items():
             lines.append(f"{stage}  {name}: {short(value)}")
     demo = results.get("demo", {})
