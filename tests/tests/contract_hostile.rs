@@ -83,7 +83,7 @@ fn a_descriptor_that_is_not_what_was_lent_is_refused() {
     let real: Value = serde_json::from_slice(&sniff(&to_a)).unwrap();
     drop((to_a, to_b));
     let real = &real["tensors"][0];
-    let (window, epoch) = (real["w"].as_u64().unwrap(), real["e"][0].as_u64().unwrap());
+    let (window, epoch) = (real["w"].as_u64().unwrap(), real["e"].as_u64().unwrap());
     let hold = |n: usize, value: u64| {
         let change: Change = Box::new(move |frame| frame["tensors"][0]["h"][n] = json!(value));
         (format!("h[{n}] = {value}"), change)
@@ -122,6 +122,11 @@ fn a_descriptor_that_is_not_what_was_lent_is_refused() {
         set("e", json!([[epoch, 1, 1]])),
         set("e", json!([[epoch, 1], epoch])),
         set("e", json!([[[epoch, 1]]])),
+        set("e", json!(epoch + 1)),
+        set("e", json!(-1)),
+        set("e", json!(0.5)),
+        set("e", json!("1")),
+        set("e", Value::Null),
         set("h", json!([0, 0])),
         set("h", json!([0, 0, 0, 0])),
         set("h", json!("0")),
@@ -214,6 +219,8 @@ fn a_message_that_is_none_is_refused() {
                 frame["tensors"][0]["r"] = json!([0]);
             }),
         ),
+        ("the only signal, of no timeline", Box::new(|frame| frame["ready"] = json!([[u32::MAX, 1]]))),
+        ("it is not said which of two signals", Box::new(|frame| frame["ready"] = json!([[0, 0], [0, 0]]))),
         (
             "one hold a hundred thousand times",
             Box::new(|frame| {

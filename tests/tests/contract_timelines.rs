@@ -5,8 +5,10 @@ mod common;
 
 use common::{block, is_all, link, plainly, tree, Arena, MIB};
 use millpond_allocator::driver::Driver;
-use millpond_ipc::client::{Outgoing, Place, ReceiveOptions, Way};
+use millpond_ipc::client::{Error, Outgoing, Place, ReceiveOptions, Way};
+use serde_json::json;
 use std::collections::{HashMap, HashSet};
+use std::time::Duration;
 
 #[test]
 fn role() {
@@ -73,6 +75,53 @@ fn one_signal_serves_a_message() {
     let got = rustix::io::read(unsafe { std::os::fd::BorrowedFd::borrow_raw(to_a.raw_fd()) }, &mut bytes).unwrap();
     let frame: serde_json::Value = serde_json::from_slice(&bytes[4..got]).unwrap();
     assert_eq!((frame["ready"].as_array().unwrap().len(), frame["tensors"].as_array().unwrap().len()), (1, 20));
+}
+
+/// Which signals a tensor needs is said only where that is not the message's only one; it waits for those and no others.
+#[test]
+fn each_tensor_waits_for_its_own_streams_signal() {
+    let arena = Arena::new();
+    let (a, b) = (arena.client("a"), arena.client("b"));
+    let (to_b, to_a) = common::channels(&a, &b);
+    let driver = a.driver(Place::Host).unwrap();
+    let streams = [driver.stream_create().unwrap(), driver.stream_create().unwrap()];
+    let by = |stream| Outgoing {
+        addr: block(&a, 512, 3),
+        bytes: 512,
+        place: Place::Host,
+        stream,
+        import: None,
+        read_only: false,
+        way: Way::Found,
+    };
+    let nothing = Outgoing { bytes: 0, ..by(None) };
+    let (first, second, cpu) = (by(Some(streams[0])), by(Some(streams[1])), by(None));
+    // SAFETY: the channel outlives the borrow.
+    let socket = unsafe { std::os::fd::BorrowedFd::borrow_raw(to_a.raw_fd()) };
+    for (tensors, named) in [
+        (vec![cpu, nothing], json!([null, null])),
+        (vec![first, first, nothing], json!([null, null, null])),
+        (vec![first, cpu, nothing], json!([null, [], null])),
+        (vec![first, second, cpu, nothing], json!([[0], [1], [], null])),
+    ] {
+        a.send(&to_b, tree(), &tensors, None).unwrap();
+        let mut bytes = vec![0; 1 << 16];
+        let got = rustix::io::read(socket, &mut bytes).unwrap();
+        let frame: serde_json::Value = serde_json::from_slice(&bytes[4..got]).unwrap();
+        let said: Vec<_> = frame["tensors"].as_array().unwrap().iter().map(|tensor| tensor["r"].clone()).collect();
+        assert_eq!(serde_json::Value::from(said), named);
+    }
+    // Held up by its own stream, not by another's.
+    let stall = driver.host().unwrap().stall(streams[1]);
+    a.send(&to_b, tree(), &[first, second, cpu], None).unwrap();
+    let message = b.receive(&to_a, &ReceiveOptions { lazy: true, ..plainly(false) }).unwrap();
+    let [one, two, three] = [0, 1, 2].map(|n| message.tensors[n].import);
+    for ready in [one, three] {
+        b.import_ready(ready, Some(common::BOUND)).unwrap();
+    }
+    assert!(matches!(b.import_ready(two, Some(Duration::from_millis(1))), Err(Error::Timeout(_))));
+    drop(stall);
+    b.import_ready(two, Some(common::BOUND)).unwrap();
 }
 
 /// One write for READY, one wait for it, one write for DONE, and once in each call who the stream is. Nothing else, nothing for the

@@ -37,9 +37,9 @@ pub(super) struct Descriptor {
     /// The hold: producer's slot, place in its table, generation.
     #[serde(rename = "h")]
     pub(super) hold: (u32, u32, u32),
-    /// Which of the message's signals must be reached before the bytes are what was sent.
-    #[serde(rename = "r", default, skip_serializing_if = "Few::is_empty")]
-    pub(super) ready: Few<u32>,
+    /// Which of the message's signals must be reached before the bytes are what was sent; `None`: the one that there is, if there is one.
+    #[serde(rename = "r", default, skip_serializing_if = "Option::is_none")]
+    pub(super) ready: Option<Few<u32>>,
     /// The receiver is to map it read-only.
     #[serde(rename = "ro", default, skip_serializing_if = "std::ops::Not::not")]
     pub(super) read_only: bool,

@@ -158,7 +158,16 @@ impl Client {
     /// The signals of a value that are not reached yet, and whether one never will be.
     fn not_ready(&self, signals: &Signals<'_>, descriptor: &Descriptor, sender: &Peer) -> Result<(Few<Due>, bool), Error> {
         let (mut left, mut lost) = (Few::new(), false);
-        for number in &descriptor.ready {
+        let named = match &descriptor.ready {
+            Some(named) => named.as_slice(),
+            None if signals.values.is_empty() => &[],
+            None if signals.values.len() == 1 => &[0],
+            None => {
+                let several = signals.values.len();
+                return Err(Error::Protocol(format!("{} sent a value that does not say which of {several} signals it needs", sender.name)));
+            }
+        };
+        for number in named {
             let (timeline, value) = signals.values.get(*number as usize).copied().ok_or_else(|| {
                 Error::Protocol(format!("{} sent a value that names signal {number} of {}", sender.name, signals.values.len()))
             })?;

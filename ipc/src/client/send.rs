@@ -96,14 +96,29 @@ impl<'a> Draft<'a> {
 
     /// The message as it goes out.
     pub(super) fn frame(&mut self, tree: Box<RawValue>) -> Frame {
+        let tensors = self.descriptors();
         let others = (0..).zip(&self.signals).filter(|(_, due)| due.slot() != self.client.shared.me);
         Frame {
             kind: Kind::Message,
             tree,
             ready: self.signals.iter().map(|due| (due.signal.timeline, due.signal.value)).collect(),
             makers: others.map(|(number, due)| (number, due.maker)).collect(),
-            tensors: std::mem::take(&mut self.tensors),
+            tensors,
         }
+    }
+
+    /// What each tensor needs is said only where there is more than one signal, or where it needs none.
+    fn descriptors(&mut self) -> Vec<Descriptor> {
+        let mut tensors = std::mem::take(&mut self.tensors);
+        for tensor in &mut tensors {
+            tensor.ready = match (self.signals.len(), tensor.ready.take()) {
+                _ if tensor.window == NOWHERE => None,
+                (0, _) => None,
+                (1, Some(named)) if named[..] == [0] => None,
+                (_, named) => Some(named.unwrap_or_default()),
+            };
+        }
+        tensors
     }
 
     /// It has left: the copies belong to their leases alone.
@@ -208,7 +223,7 @@ impl Client {
                     bytes: 0,
                     epochs: Few::new(),
                     hold: (0, 0, 0),
-                    ready: Few::new(),
+                    ready: None,
                     read_only: false,
                     tier: 0,
                 });
@@ -232,7 +247,7 @@ impl Client {
                 }
             };
             if let Some(descriptor) = draft.tensors.get_mut(number) {
-                descriptor.ready.push(signal);
+                descriptor.ready.get_or_insert_default().push(signal);
             }
         }
         Ok(copied)
@@ -274,7 +289,9 @@ impl Client {
                 if opened.driver.is_host() {
                     let copying = self.departures.ready(tensor.addr, tensor.bytes);
                     let signals: Vec<u32> = copying.into_iter().map(|signal| draft.signal(signal)).collect();
-                    draft.tensors.last_mut().into_iter().for_each(|descriptor| descriptor.ready.extend_from_slice(&signals));
+                    if let Some(descriptor) = draft.tensors.last_mut() {
+                        descriptor.ready.get_or_insert_default().extend_from_slice(&signals);
+                    }
                 }
             }
             None => {
@@ -310,7 +327,7 @@ impl Client {
             bytes: range.1,
             epochs: opened.heap.window().epochs_in(range.0, range.1),
             hold: (hold.producer, hold.index, hold.generation),
-            ready: Few::new(),
+            ready: None,
             read_only: tensor.read_only,
             tier: tier.map_or(UNCOUNTED, |tier| tier as u8),
         });
@@ -365,7 +382,7 @@ impl Client {
             bytes,
             epochs,
             hold: (hold.producer, hold.index, hold.generation),
-            ready,
+            ready: Some(ready),
             read_only: tensor.read_only || import.read_only,
             tier: Tier::Arena as u8,
         });

@@ -1,5 +1,5 @@
 //! Epochs in a frame: a number for one, `[first, count]` for consecutive ones, so that a large tensor's descriptor is as short as
-//! a small one's.
+//! a small one's; of several such a list, and of one epoch alone just the number.
 
 use std::fmt;
 
@@ -58,7 +58,11 @@ impl<'de> Visitor<'de> for RunsVisitor {
     type Value = Few<Epochs>;
 
     fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("a list of epochs")
+        f.write_str("an epoch, or a list of such and of [first, count]")
+    }
+
+    fn visit_u64<E: Error>(self, epoch: u64) -> Result<Self::Value, E> {
+        Ok(Few::from_slice(&[Epochs::one(epoch)]))
     }
 
     fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> Result<Self::Value, A::Error> {
@@ -72,6 +76,11 @@ impl<'de> Visitor<'de> for RunsVisitor {
 
 /// Writes runs. For `#[serde(with = "epochs")]`.
 pub(crate) fn serialize<S: Serializer>(runs: &[Epochs], serializer: S) -> Result<S::Ok, S::Error> {
+    if let [run] = runs {
+        if run.count() == 1 {
+            return serializer.serialize_u64(run.first());
+        }
+    }
     let mut seq = serializer.serialize_seq(Some(runs.len()))?;
     runs.iter().try_for_each(|run| seq.serialize_element(&Run(*run)))?;
     seq.end()
@@ -79,7 +88,7 @@ pub(crate) fn serialize<S: Serializer>(runs: &[Epochs], serializer: S) -> Result
 
 /// Reads runs.
 pub(crate) fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Few<Epochs>, D::Error> {
-    deserializer.deserialize_seq(RunsVisitor)
+    deserializer.deserialize_any(RunsVisitor)
 }
 
 #[cfg(test)]
@@ -96,6 +105,11 @@ mod tests {
         assert_eq!(text, "[7,[9,32]]");
         assert_eq!(serde_json::from_str::<Bearer>(&text).unwrap().0, bearer.0);
         assert_eq!(serde_json::from_str::<Bearer>("[[7,1]]").unwrap().0[..], [Epochs::one(7)]);
+        let bearer = Bearer(Few::from_slice(&[Epochs::one(7)]));
+        assert_eq!(serde_json::to_string(&bearer).unwrap(), "7");
+        assert!(["7", "[7]"].iter().all(|text| serde_json::from_str::<Bearer>(text).unwrap().0 == bearer.0));
+        let bearer = Bearer(Few::from_slice(&[Epochs::new(7, 2).unwrap()]));
+        assert_eq!(serde_json::to_string(&bearer).unwrap(), "[[7,2]]");
     }
 
     #[test]
@@ -111,6 +125,12 @@ mod tests {
             "[1.5]",
             "[\"1\"]",
             "[null]",
+            "null",
+            "-1",
+            "1.5",
+            "\"1\"",
+            "18446744073709551616",
+            "{}",
             "[[1,18446744073709551616]]",
         ] {
             assert!(serde_json::from_str::<Bearer>(wrong).is_err(), "{wrong}");

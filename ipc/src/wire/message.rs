@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 use crate::control::Cause;
 
 /// The protocol's version. It changes when a message changes its meaning.
-pub const PROTOCOL: u32 = 2;
+pub const PROTOCOL: u32 = 3;
 
 /// What a process is to its owner.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
