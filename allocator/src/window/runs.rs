@@ -133,6 +133,9 @@ impl Runs {
         let end = offset.saturating_add(bytes.max(1));
         let from = self.0.get(self.first_behind(offset)..).unwrap_or_default();
         from.iter().take_while(move |run| run.offset < end).filter_map(move |run| {
+            if run.epochs.count == 1 {
+                return Some(*run);
+            }
             let place = |at: u64| (at - run.offset) / run.chunk_bytes;
             run.part(place(offset.max(run.offset)), place(end.min(run.end()) - 1))
         })
