@@ -3,34 +3,14 @@
 
 mod common;
 
-use common::{block, channels, eventually, is_all, plainly, tree, Arena, BOUND, MIB};
-use millpond_ipc::client::{Channel, Client, Error, Outgoing, Place, Way};
+use common::{block, channels, eventually, fd, is_all, outgoing, plainly, sniff, tree, Arena, BOUND, MIB};
+use millpond_ipc::client::{Channel, Client, Error, Place};
 use serde_json::{json, Value};
-use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 
 #[test]
 fn role() {
     common::role();
-}
-
-fn fd(channel: &Channel) -> BorrowedFd<'_> {
-    // SAFETY: the channel outlives the borrow, and keeps its socket open.
-    unsafe { BorrowedFd::borrow_raw(channel.raw_fd()) }
-}
-
-fn outgoing(addr: u64, bytes: u64) -> Outgoing {
-    Outgoing { addr, bytes, place: Place::Host, stream: None, import: None, read_only: false, way: Way::Found }
-}
-
-/// The bytes of the next frame, taken off the wire.
-fn sniff(channel: &Channel) -> Vec<u8> {
-    let mut bytes = vec![0; 1 << 16];
-    let n = rustix::io::read(fd(channel), &mut bytes).unwrap();
-    bytes.truncate(n);
-    let length = u32::from_be_bytes(bytes[..4].try_into().unwrap()) as usize;
-    assert_eq!(length + 4, n, "one whole frame");
-    bytes.split_off(4)
 }
 
 fn put(channel: &Channel, length: u32, body: &[u8]) {

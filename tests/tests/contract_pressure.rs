@@ -3,10 +3,10 @@
 
 mod common;
 
-use common::{block, eventually, link, plainly, tree, Arena, Worker, BOUND, MIB};
+use common::{block, eventually, link, outgoing, plainly, tree, Arena, Worker, BOUND, MIB};
 use millpond_allocator::driver::Stream;
 use millpond_allocator::heap::HeapError;
-use millpond_ipc::client::{Error, Outgoing, Place, Way};
+use millpond_ipc::client::{Error, Place};
 use millpond_ipc::owner::Config;
 use std::sync::Barrier;
 use std::time::{Duration, Instant};
@@ -14,10 +14,6 @@ use std::time::{Duration, Instant};
 #[test]
 fn role() {
     common::role();
-}
-
-fn outgoing(addr: u64, bytes: u64) -> Outgoing {
-    Outgoing { addr, bytes, place: Place::Host, stream: None, import: None, read_only: false, way: Way::Found }
 }
 
 #[test]

@@ -9,9 +9,9 @@ use std::sync::mpsc::channel as queue;
 use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
-use common::{apart_works, channels, eventually, is_all, link, plainly, send_late, Arena, Worker, BOUND, MIB};
+use common::{apart_works, channels, eventually, is_all, link, outgoing, plainly, send_late, Arena, Worker, BOUND, MIB};
 use millpond_allocator::driver::Stream;
-use millpond_ipc::client::{Channel, Error, Outgoing, Place, Way};
+use millpond_ipc::client::{Channel, Error, Place};
 
 #[test]
 fn role() {
@@ -212,8 +212,7 @@ fn exports_beside_every_way_to_close() {
         // SAFETY: a live block of so many bytes, which nobody else uses yet.
         unsafe { std::ptr::write_bytes(addr as *mut u8, byte, 3 << 20) };
         let tree = serde_json::value::RawValue::from_string(byte.to_string()).unwrap();
-        let outgoing = Outgoing { addr, bytes: 3 * MIB, place: Place::Host, stream: None, import: None, read_only: false, way: Way::Found };
-        let result = a.send(&channel, tree, &[outgoing], Some(BOUND));
+        let result = a.send(&channel, tree, &[outgoing(addr, 3 * MIB)], Some(BOUND));
         heap.free(addr)?;
         tried.fetch_add(1, Ordering::Relaxed);
         result.map(|_| _ = sent.fetch_add(1, Ordering::Relaxed))

@@ -5,8 +5,8 @@ mod common;
 
 use std::sync::Arc;
 
-use common::{block, eventually, is_all, tree, Arena, BOUND, MIB};
-use millpond_ipc::client::{Client, Error, Message, Outgoing, Place, Way};
+use common::{block, eventually, is_all, outgoing, tree, Arena, BOUND, MIB};
+use millpond_ipc::client::{Client, Error, Message};
 
 #[test]
 fn role() {
@@ -16,7 +16,7 @@ fn role() {
 /// A ticket for a new block of one byte's value, and the block.
 fn ticket(client: &Client, byte: u8, many: bool) -> (String, u64) {
     let addr = block(client, MIB, byte);
-    let tensor = Outgoing { addr, bytes: MIB, place: Place::Host, stream: None, import: None, read_only: false, way: Way::Found };
+    let tensor = outgoing(addr, MIB);
     let (text, copied) = client.ticket(tree(), &[tensor], many).unwrap();
     assert_eq!(copied, [false]);
     (text, addr)

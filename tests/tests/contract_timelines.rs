@@ -3,9 +3,9 @@
 
 mod common;
 
-use common::{block, is_all, link, plainly, tree, Arena, MIB};
+use common::{block, is_all, link, outgoing, plainly, sniff, tree, Arena, MIB};
 use millpond_allocator::driver::Driver;
-use millpond_ipc::client::{Error, Outgoing, Place, ReceiveOptions, Way};
+use millpond_ipc::client::{Error, Outgoing, Place, ReceiveOptions};
 use serde_json::json;
 use std::collections::{HashMap, HashSet};
 use std::time::Duration;
@@ -27,16 +27,10 @@ fn more_streams_than_slots_share_them_and_stay_in_order() {
         let stream = driver.stream_create().unwrap();
         let addr = block(&a, 4096, 0);
         driver.fill(addr, n as u8, 4096, stream).unwrap();
-        let outgoing =
-            Outgoing { addr, bytes: 4096, place: Place::Host, stream: Some(stream), import: None, read_only: false, way: Way::Found };
-        a.send(&to_b, tree(), &[outgoing], None).unwrap();
+        a.send(&to_b, tree(), &[Outgoing { stream: Some(stream), ..outgoing(addr, 4096) }], None).unwrap();
         // Every other frame is read off the wire: it names the signal.
         if n % 2 == 0 {
-            let mut bytes = vec![0; 4096];
-            // SAFETY: the channel outlives the borrow.
-            let fd = unsafe { std::os::fd::BorrowedFd::borrow_raw(to_a.raw_fd()) };
-            let got = rustix::io::read(fd, &mut bytes).unwrap();
-            let frame: serde_json::Value = serde_json::from_slice(&bytes[4..got]).unwrap();
+            let frame: serde_json::Value = serde_json::from_slice(&sniff(&to_a)).unwrap();
             let (timeline, value) = (frame["ready"][0][0].as_u64().unwrap(), frame["ready"][0][1].as_u64().unwrap());
             assert!(seen.insert(timeline, value).is_none_or(|before| before < value));
             used.insert(timeline);
@@ -58,22 +52,9 @@ fn one_signal_serves_a_message() {
     let (to_b, to_a) = common::channels(&a, &b);
     let driver = a.driver(Place::Host).unwrap();
     let stream = driver.stream_create().unwrap();
-    let outgoing: Vec<_> = (0..20)
-        .map(|_| Outgoing {
-            addr: block(&a, 512, 3),
-            bytes: 512,
-            place: Place::Host,
-            stream: Some(stream),
-            import: None,
-            read_only: false,
-            way: Way::Found,
-        })
-        .collect();
-    a.send(&to_b, tree(), &outgoing, None).unwrap();
-    let mut bytes = vec![0; 1 << 16];
-    // SAFETY: the channel outlives the borrow.
-    let got = rustix::io::read(unsafe { std::os::fd::BorrowedFd::borrow_raw(to_a.raw_fd()) }, &mut bytes).unwrap();
-    let frame: serde_json::Value = serde_json::from_slice(&bytes[4..got]).unwrap();
+    let tensors: Vec<_> = (0..20).map(|_| Outgoing { stream: Some(stream), ..outgoing(block(&a, 512, 3), 512) }).collect();
+    a.send(&to_b, tree(), &tensors, None).unwrap();
+    let frame: serde_json::Value = serde_json::from_slice(&sniff(&to_a)).unwrap();
     assert_eq!((frame["ready"].as_array().unwrap().len(), frame["tensors"].as_array().unwrap().len()), (1, 20));
 }
 
@@ -85,19 +66,8 @@ fn each_tensor_waits_for_its_own_streams_signal() {
     let (to_b, to_a) = common::channels(&a, &b);
     let driver = a.driver(Place::Host).unwrap();
     let streams = [driver.stream_create().unwrap(), driver.stream_create().unwrap()];
-    let by = |stream| Outgoing {
-        addr: block(&a, 512, 3),
-        bytes: 512,
-        place: Place::Host,
-        stream,
-        import: None,
-        read_only: false,
-        way: Way::Found,
-    };
-    let nothing = Outgoing { bytes: 0, ..by(None) };
-    let (first, second, cpu) = (by(Some(streams[0])), by(Some(streams[1])), by(None));
-    // SAFETY: the channel outlives the borrow.
-    let socket = unsafe { std::os::fd::BorrowedFd::borrow_raw(to_a.raw_fd()) };
+    let by = |stream| Outgoing { stream, ..outgoing(block(&a, 512, 3), 512) };
+    let (first, second, cpu, nothing) = (by(Some(streams[0])), by(Some(streams[1])), by(None), outgoing(0, 0));
     for (tensors, named) in [
         (vec![cpu, nothing], json!([null, null])),
         (vec![first, first, nothing], json!([null, null, null])),
@@ -105,9 +75,7 @@ fn each_tensor_waits_for_its_own_streams_signal() {
         (vec![first, second, cpu, nothing], json!([[0], [1], [], null])),
     ] {
         a.send(&to_b, tree(), &tensors, None).unwrap();
-        let mut bytes = vec![0; 1 << 16];
-        let got = rustix::io::read(socket, &mut bytes).unwrap();
-        let frame: serde_json::Value = serde_json::from_slice(&bytes[4..got]).unwrap();
+        let frame: serde_json::Value = serde_json::from_slice(&sniff(&to_a)).unwrap();
         let said: Vec<_> = frame["tensors"].as_array().unwrap().iter().map(|tensor| tensor["r"].clone()).collect();
         assert_eq!(serde_json::Value::from(said), named);
     }
@@ -138,9 +106,9 @@ fn a_warm_hand_off_asks_the_driver_for_one_write_one_wait_and_one_write() {
     let options = ReceiveOptions { stream: &on_other, ..plainly(false) };
     for bytes in [4096, 48 * MIB] {
         let addr = a.heap(Place::Host).unwrap().allocate(bytes, stream).unwrap();
-        let outgoing = Outgoing { addr, bytes, place: Place::Host, stream: Some(stream), import: None, read_only: false, way: Way::Found };
+        let tensor = Outgoing { stream: Some(stream), ..outgoing(addr, bytes) };
         let hand_over = || {
-            a.send(&to_b, tree(), &[outgoing], None).unwrap();
+            a.send(&to_b, tree(), &[tensor], None).unwrap();
             let message = b.receive(&to_a, &options).unwrap();
             b.release(message.tensors[0].import).unwrap();
         };
@@ -173,14 +141,13 @@ fn nothing_is_sent_or_taken_in_a_capture_and_the_capture_goes_on() {
     let (here, there) = (driver.host().unwrap(), there.host().unwrap());
     let (stream, reader) = (driver.stream_create().unwrap(), b.driver(Place::Host).unwrap().stream_create().unwrap());
     let addr = block(&a, 4096, 5);
-    let outgoing =
-        Outgoing { addr, bytes: 4096, place: Place::Host, stream: Some(stream), import: None, read_only: false, way: Way::Found };
+    let tensor = Outgoing { stream: Some(stream), ..outgoing(addr, 4096) };
     here.begin_capture(stream).unwrap();
-    let refused = a.send(&to_b, tree(), &[outgoing], None).unwrap_err();
+    let refused = a.send(&to_b, tree(), &[tensor], None).unwrap_err();
     assert!(refused.to_string().contains("captur"), "{refused}");
     assert_eq!(here.end_capture(stream).unwrap().len(), 0, "nothing of ours is in it");
     assert_eq!(a.leases(), 0, "and nothing is held");
-    a.send(&to_b, tree(), &[outgoing], None).unwrap();
+    a.send(&to_b, tree(), &[tensor], None).unwrap();
 
     let message = b.receive(&to_a, &plainly(true)).unwrap();
     let import = message.tensors[0].import;

@@ -8,6 +8,7 @@ mod signals;
 mod worker;
 
 use std::io::{BufRead, BufReader, Write};
+use std::os::fd::BorrowedFd;
 use std::os::unix::process::ExitStatusExt;
 use std::path::PathBuf;
 use std::process::{Child, ChildStdin, Command, Stdio};
@@ -16,7 +17,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use millpond_allocator::driver::DeviceInfo;
-use millpond_ipc::client::{Channel, Client, Options, Place, ReceiveOptions};
+use millpond_ipc::client::{Channel, Client, Options, Outgoing, Place, ReceiveOptions, Way};
 use millpond_ipc::ledger::{ClientLedger, Ledger};
 use millpond_ipc::observer::Observer;
 use millpond_ipc::owner::{Config, DriverChoice, Limit, Owner};
@@ -45,6 +46,26 @@ pub fn channels(a: &Client, b: &Client) -> (Channel, Channel) {
         let to_a = scope.spawn(|| b.connect(a.name(), BOUND).unwrap());
         (to_b.join().unwrap(), to_a.join().unwrap())
     })
+}
+
+/// Bytes of the host device that the CPU wrote.
+pub fn outgoing(addr: u64, bytes: u64) -> Outgoing {
+    Outgoing { addr, bytes, place: Place::Host, stream: None, import: None, read_only: false, way: Way::Found }
+}
+
+pub fn fd(channel: &Channel) -> BorrowedFd<'_> {
+    // SAFETY: the channel outlives the borrow, and keeps its socket open.
+    unsafe { BorrowedFd::borrow_raw(channel.raw_fd()) }
+}
+
+/// The bytes of the next frame, taken off the wire.
+pub fn sniff(channel: &Channel) -> Vec<u8> {
+    let mut bytes = vec![0; 1 << 16];
+    let n = rustix::io::read(fd(channel), &mut bytes).unwrap();
+    bytes.truncate(n);
+    let length = u32::from_be_bytes(bytes[..4].try_into().unwrap()) as usize;
+    assert_eq!(length + 4, n, "one whole frame");
+    bytes.split_off(4)
 }
 
 /// What the test's program does when it is not the test: see [`Arena`] and [`Worker`].
