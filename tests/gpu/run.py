@@ -12,8 +12,8 @@ import time
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 STAGES = "conformance micro contract bench demo stress torch pairs".split()
-#: Those that have no room beside the others on every machine, and the seconds that each needs: the usual run has them last, as far as that
-#: many are left over.
+#: Those that have no room beside the others on every machine, and the seconds that each needs: a whole run has them last, as far as that
+#: many are left over, and a quick one not at all.
 APART = {"pairs": 85, "stress": 75}
 #: Seconds for each stage: (quick, full). What a stage leaves over goes to the later ones.
 LIMITS = {"conformance": (45, 75), "micro": (35, 110), "contract": (25, 45), "stress": (40, 130), "torch": (90, 290), "bench": (30, 150), "demo": (25, 45), "pairs": (40, 110)}
@@ -40,7 +40,7 @@ def run(options, work):
         if stage in options.only:
             runner.stage(stage)
     for stage, needs in APART.items():
-        if options.only == USUAL and runner.left() >= needs:
+        if options.only == USUAL and not options.quick and runner.left() >= needs:
             runner.stage(stage)
     runner.results["seconds"] = round(time.monotonic() - runner.start, 1)
     runner.write()
@@ -53,7 +53,7 @@ def parse():
     parser.add_argument("--quick", action="store_true", help="the short form: at most 3 minutes")
     parser.add_argument("--driver", choices=("cuda", "host"), default="cuda")
     usual, apart = ",".join(USUAL), ", ".join(APART)
-    parser.add_argument("--only", default=usual, help=f"stages, with commas between them (default {usual}, then {apart} as far as there is time)")
+    parser.add_argument("--only", default=usual, help=f"stages, with commas between them (default {usual}, then, but for --quick, {apart} as far as there is time)")
     parser.add_argument("--carry", help="what pack.sh laid out (default .carry of this checkout)")
     parser.add_argument("--input", help="demo: a safetensors file (default: random tensors of a small model's shapes)")
     parser.add_argument("--fault", help="stress: break this on purpose (programs packed with CARGO_FLAGS='--features millpond-ipc/faults'); it must fail")
