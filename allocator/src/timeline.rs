@@ -164,9 +164,10 @@ impl Timelines {
             return Ok(0);
         };
         let word = self.memory.word(timeline).ok_or(TimelineError::Unknown(timeline))?;
+        let place = inner.written.len();
         inner.written.push(Signal { timeline, value: word.value() });
-        inner.streams.insert(id, inner.written.len() - 1);
-        Ok(inner.written.len() - 1)
+        inner.streams.insert(id, place);
+        Ok(place)
     }
 
     /// Makes the stream's later work wait for a signal; queues nothing, and says false, where the CPU sees that it is reached.

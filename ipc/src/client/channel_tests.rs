@@ -4,8 +4,7 @@ use rustix::net::{socketpair, AddressFamily, SocketFlags, SocketType};
 use serde_json::json;
 
 use super::*;
-use crate::control::Claim;
-use crate::control::ClientRow;
+use crate::control::{Claim, ClientRow};
 
 const ME: u32 = 1;
 

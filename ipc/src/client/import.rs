@@ -60,6 +60,12 @@ impl Import {
         touches(self.window, self.offset, self.bytes, window, chunk)
     }
 
+    fn used_by(&mut self, stream: StreamId) {
+        if !self.streams.contains(&stream) {
+            self.streams.push(stream);
+        }
+    }
+
     /// Whether any byte at or behind an address here is the import's; its own first address always is.
     fn holds(&self, addr: Addr) -> bool {
         self.addr.is_some_and(|start| addr.checked_sub(start).is_some_and(|at| at < self.bytes.max(1)))
@@ -284,9 +290,7 @@ impl Imports {
         }
         let device = import.device;
         let Some(stream) = stream else { return Ok(Claimed::default()) };
-        if !import.streams.contains(&stream) {
-            import.streams.push(stream);
-        }
+        import.used_by(stream);
         Ok(table.claim(device, stream))
     }
 
@@ -436,9 +440,7 @@ impl Imports {
         let mut any = false;
         for import in table.held_mut().filter(|import| import.holds(addr)) {
             any = true;
-            if !import.streams.contains(&stream) {
-                import.streams.push(stream);
-            }
+            import.used_by(stream);
         }
         any
     }

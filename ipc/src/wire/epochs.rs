@@ -78,7 +78,7 @@ impl<'de> Visitor<'de> for RunsVisitor {
 pub(crate) fn serialize<S: Serializer>(runs: &[Epochs], serializer: S) -> Result<S::Ok, S::Error> {
     if let [run] = runs {
         if run.count() == 1 {
-            return serializer.serialize_u64(run.first());
+            return Run(*run).serialize(serializer);
         }
     }
     let mut seq = serializer.serialize_seq(Some(runs.len()))?;

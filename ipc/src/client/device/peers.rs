@@ -48,7 +48,7 @@ impl Opened {
         let mut peers = self.peers.lock();
         let peer = match peers.get(&(window, read_only)) {
             // Nearly always: at one price, however large the range.
-            Some(peer) if bytes == 0 || peer.holds(offset, bytes, epochs) => return Ok(peer.base() + offset),
+            Some(peer) if peer.holds(offset, bytes, epochs) => return Ok(peer.base() + offset),
             Some(peer) => peer.clone(),
             None => {
                 let access = if read_only { Access::ReadOnly } else { Access::ReadWrite };
