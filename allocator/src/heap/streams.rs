@@ -15,9 +15,9 @@ use crate::tlsf::Handle;
 use super::block::touched;
 use super::is_legacy;
 
-/// How much a stream frees before an event of it is worth its microsecond or two, though nobody asks: of a thousand calls none should
-/// pay for it. Whoever misses a block asks, and finds by its next miss what was free at this one.
-const SELDOM: Freed = Freed { blocks: 2048, bytes: 32 << 30 };
+/// How much a stream frees before an event of it is worth its microsecond or two, though nobody asks: of ten thousand calls none
+/// should pay for it. Whoever misses a block asks, and finds by its next miss what was free at this one.
+const SELDOM: Freed = Freed { blocks: 1 << 14, bytes: 256 << 30 };
 /// The same where nobody can record the context, or where such an event is in flight, which covers nothing of what is freed behind it:
 /// these are then the only events that a stream leaves behind when it stays away.
 const OFTEN: Freed = Freed { blocks: 64, bytes: 1 << 30 };
