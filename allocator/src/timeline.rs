@@ -69,13 +69,27 @@ pub struct Timelines {
 
 #[derive(Debug, Default)]
 struct Inner {
-    /// The place of each stream's own timeline in `written`.
+    /// The place of each stream's timeline in `written`.
     streams: ScatterMap<StreamId, usize>,
-    /// This device's timelines, and the last value queued on each.
-    written: Vec<Signal>,
+    /// This device's timelines.
+    written: Vec<Line>,
+    /// The place that was shared last.
+    shared: usize,
     /// What each stream was made to wait for, the last value of each timeline. It stands behind it until that is reached.
     waits: ScatterMap<StreamId, Vec<Signal>>,
 }
+
+/// A timeline as this device writes it.
+#[derive(Debug)]
+struct Line {
+    /// The last value queued on it.
+    last: Signal,
+    /// The stream that it was queued on. Another's comes behind it.
+    writer: Option<StreamId>,
+}
+
+/// Slots that are kept for devices that are opened late: one each.
+const KEPT: u32 = 16;
 
 /// The client's slots, shared by its devices.
 #[derive(Debug)]
@@ -92,8 +106,18 @@ impl Slots {
         Self { first, count, next: AtomicU32::new(0) }
     }
 
+    /// A slot that nobody has, for a stream.
     fn take(&self) -> Option<u32> {
-        let next = self.next.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |n| (n < self.count).then_some(n + 1)).ok()?;
+        self.take_below(self.count - KEPT.min(self.count / 2))
+    }
+
+    /// The same, for a device's first stream.
+    fn take_kept(&self) -> Option<u32> {
+        self.take_below(self.count)
+    }
+
+    fn take_below(&self, end: u32) -> Option<u32> {
+        let next = self.next.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |n| (n < end).then_some(n + 1)).ok()?;
         Some(self.first + next)
     }
 }
@@ -114,7 +138,12 @@ impl Timelines {
             Err(error) if error.result() == Some(CuResult::HOST_MEMORY_ALREADY_REGISTERED) => driver.host_address(start)?,
             registered => registered?,
         };
-        Ok(Self { driver, memory, base, slots, inner: Mutex::default() })
+        let mut inner = Inner::default();
+        if let Some(timeline) = slots.take_kept() {
+            let value = memory.word(timeline).map_or(0, Word::value);
+            inner.written.push(Line { last: Signal { timeline, value }, writer: None });
+        }
+        Ok(Self { driver, memory, base, slots, inner: Mutex::new(inner) })
     }
 
     fn address(&self, timeline: u32) -> Addr {
@@ -140,32 +169,44 @@ impl Timelines {
     /// What the driver says.
     pub fn signal_as(&self, stream: Stream, id: StreamId) -> Result<Signal, TimelineError> {
         // Assigning the value and queueing its write are one step, so that values never go back.
-        let mut inner = self.inner.lock();
+        let mut guard = self.inner.lock();
+        let inner = &mut *guard;
         let place = match inner.streams.get(&id) {
             Some(place) => *place,
-            None => self.place(&mut inner, stream, id)?,
+            None => self.place(inner, id)?,
         };
-        let last = inner.written.get_mut(place).ok_or(TimelineError::Unknown(self.slots.first))?;
+        let line = inner.written.get_mut(place).ok_or(TimelineError::Unknown(self.slots.first))?;
+        if line.writer != Some(id) && self.is_unmet(line.last) {
+            // Only where streams share it: see [`Timelines::place`].
+            self.driver.wait_value(stream, self.address(line.last.timeline), line.last.value)?;
+            inner.waits.entry(id).or_default().push(line.last);
+        }
         // The word may have held anything: others can write it.
-        let next = Signal { value: last.value.wrapping_add(1), ..*last };
+        let next = Signal { value: line.last.value.wrapping_add(1), ..line.last };
         self.driver.write_value(stream, self.address(next.timeline), next.value)?;
-        *last = next;
+        *line = Line { last: next, writer: Some(id) };
         Ok(next)
     }
 
-    /// Finds a new stream a timeline: its own, or where all slots are taken, the first one, behind whose work it is put each time.
+    /// Finds a new stream a timeline: one of its own, while there are any; then that of a stream that has reached all that it has
+    /// signalled (and that finds another when it comes back); and where all streams are on their way, it shares one. Ids are never
+    /// used twice, so a program that makes a stream for each request comes here each time.
     #[cold]
-    fn place(&self, inner: &mut Inner, stream: Stream, id: StreamId) -> Result<usize, TimelineError> {
-        let Some(timeline) = self.slots.take() else {
-            let first = inner.written.first().ok_or(TimelineError::Unknown(self.slots.first))?;
-            if self.is_unmet(*first) {
-                self.driver.wait_value(stream, self.address(first.timeline), first.value)?;
-            }
-            return Ok(0);
+    fn place(&self, inner: &mut Inner, id: StreamId) -> Result<usize, TimelineError> {
+        let unused = inner.written.iter().position(|line| line.writer.is_none());
+        let place = if let Some(place) = unused {
+            place
+        } else if let Some(timeline) = self.slots.take() {
+            let word = self.memory.word(timeline).ok_or(TimelineError::Unknown(timeline))?;
+            inner.written.push(Line { last: Signal { timeline, value: word.value() }, writer: None });
+            inner.written.len() - 1
+        } else if let Some(place) = inner.written.iter().position(|line| matches!(self.reached(line.last), Ok(Reached::Yes))) {
+            inner.streams.retain(|_, other| *other != place);
+            place
+        } else {
+            inner.shared = (inner.shared + 1) % inner.written.len().max(1);
+            inner.shared
         };
-        let word = self.memory.word(timeline).ok_or(TimelineError::Unknown(timeline))?;
-        let place = inner.written.len();
-        inner.written.push(Signal { timeline, value: word.value() });
         inner.streams.insert(id, place);
         Ok(place)
     }
@@ -236,13 +277,13 @@ impl Timelines {
     /// Whether all that was signalled on this device's streams is reached: nothing is queued any more that came before a signal.
     #[must_use]
     pub fn is_settled(&self) -> bool {
-        self.inner.lock().written.iter().all(|last| !self.is_unmet(*last))
+        self.inner.lock().written.iter().all(|line| !self.is_unmet(line.last))
     }
 
     /// The timelines that streams of this device write: what will never be written any more when its context is dead.
     #[must_use]
     pub fn written(&self) -> Vec<u32> {
-        self.inner.lock().written.iter().map(|last| last.timeline).collect()
+        self.inner.lock().written.iter().map(|line| line.last.timeline).collect()
     }
 }
 

@@ -8,7 +8,7 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use heap_lab::Words;
-use millpond_allocator::driver::host::{HostConfig, HostPlatform};
+use millpond_allocator::driver::host::{HostConfig, HostDriver, HostPlatform};
 use millpond_allocator::driver::Driver;
 use millpond_allocator::timeline::{Reached, Signal, Slots, TimelineError, TimelineMemory, Timelines};
 
@@ -130,4 +130,82 @@ fn what_a_dead_client_named_is_never_named_again() {
     drop(next_stall);
     driver.stream_synchronize(stream).unwrap();
     drop(stall);
+}
+
+/// A device, and its timelines.
+fn one_device(slots: u32) -> (Arc<HostDriver>, Timelines) {
+    let driver = HostPlatform::new(HostConfig::default()).driver(0).unwrap();
+    driver.attach_context().unwrap();
+    let timelines = Timelines::new(driver.clone(), Arc::new(Words::default()), Arc::new(Slots::new(0, slots))).unwrap();
+    (driver, timelines)
+}
+
+/// What one of them has signalled is reached only when it is, whoever signals on the same word before or behind it.
+#[test]
+fn streams_that_share_a_timeline_come_behind_each_other_both_ways() {
+    let (driver, timelines) = one_device(2);
+    let [first, late] = [(); 2].map(|()| driver.stream_create().unwrap());
+    let before = timelines.signal(first).unwrap();
+    driver.stream_synchronize(first).unwrap();
+
+    let stall = driver.stall(late);
+    let of_late = timelines.signal(late).unwrap();
+    assert_eq!(of_late.timeline, before.timeline, "there is no other");
+    let behind = timelines.signal(first).unwrap();
+    assert_eq!((behind.timeline, behind.value), (of_late.timeline, of_late.value + 1));
+    assert!(!driver.stream_query(first).unwrap(), "it is put behind the other's signal");
+    assert_eq!([of_late, behind].map(|signal| timelines.reached(signal).unwrap()), [Reached::No; 2]);
+    assert_eq!(timelines.unless_unmet(|| ()), None, "a stream stands behind another's");
+    let again = timelines.signal(late).unwrap();
+    drop(stall);
+    [first, late].into_iter().for_each(|stream| driver.stream_synchronize(stream).unwrap());
+    assert_eq!([of_late, behind, again].map(|signal| timelines.reached(signal).unwrap()), [Reached::Yes; 3]);
+    assert!(timelines.unless_unmet(|| ()).is_some() && timelines.is_settled());
+}
+
+/// A stream for each request: each gets what one before it has done with, and none waits for one that stands still.
+#[test]
+fn a_timeline_that_is_reached_goes_to_the_next_stream() {
+    let (driver, timelines) = one_device(6);
+    let still = driver.stream_create().unwrap();
+    let stall = driver.stall(still);
+    let unmet = timelines.signal(still).unwrap();
+    let mut used = BTreeSet::new();
+    for _ in 0..50 {
+        let stream = driver.stream_create().unwrap();
+        let signal = timelines.signal(stream).unwrap();
+        driver.stream_synchronize(stream).unwrap();
+        assert_eq!(timelines.reached(signal).unwrap(), Reached::Yes);
+        used.insert(signal.timeline);
+        // Its handle may be the next one's: ids tell them apart.
+        driver.stream_destroy(stream).unwrap();
+    }
+    assert!(used.len() < 6 && !used.contains(&unmet.timeline), "{used:?}");
+    drop(stall);
+}
+
+#[test]
+fn a_device_that_is_opened_late_finds_a_timeline() {
+    let platform = HostPlatform::new(HostConfig { devices: 2, ..HostConfig::default() });
+    let (words, slots) = (Arc::new(Words::default()), Arc::new(Slots::new(0, 6)));
+    let open = |number| {
+        let driver = platform.driver(number).unwrap();
+        driver.attach_context().unwrap();
+        let timelines = Timelines::new(driver.clone(), words.clone(), slots.clone()).unwrap();
+        (driver, timelines)
+    };
+    let (driver, timelines) = open(0);
+    let streams: Vec<_> = (0..10).map(|_| driver.stream_create().unwrap()).collect();
+    let stalls: Vec<_> = streams.iter().map(|stream| driver.stall(*stream)).collect();
+    for stream in &streams {
+        timelines.signal(*stream).unwrap();
+    }
+
+    let (other, its) = open(1);
+    for stream in [(); 10].map(|()| other.stream_create().unwrap()) {
+        let signal = its.signal(stream).unwrap();
+        other.stream_synchronize(stream).unwrap();
+        assert_eq!(its.reached(signal).unwrap(), Reached::Yes);
+    }
+    drop(stalls);
 }
