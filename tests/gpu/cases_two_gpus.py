@@ -214,6 +214,36 @@ def order_across_gpus():
     p.close()
 
 
+@test(timeout=60)
+def a_block_that_the_other_gpu_reads():
+    """record_stream() with a stream of the other GPU, one of its own and the default one: what is freed is not filled under its copy,
+    and comes back behind it."""
+    two()
+    p = Parent()
+    torch, cuda, count = p.torch, ctypes.CDLL("libcuda.so.1"), 16 * MIB
+    for there in (torch.cuda.Stream("cuda:1"), torch.cuda.default_stream("cuda:1")):
+        x = torch.full((count,), 3, dtype=torch.int32, device="cuda:0")
+        y = torch.zeros(count, dtype=torch.int32, device="cuda:1")
+        for ordinal in (0, 1):
+            torch.cuda.synchronize(ordinal)
+        with torch.cuda.stream(there):
+            torch.cuda._sleep(LONG)
+            to, source, bytes_ = ctypes.c_uint64(y.data_ptr()), ctypes.c_uint64(x.data_ptr()), ctypes.c_size_t(4 * count)
+            equal(cuda.cuMemcpyDtoDAsync_v2(to, source, bytes_, ctypes.c_void_p(there.cuda_stream)), 0)
+        x.record_stream(there)
+        where = x.data_ptr()
+        del x
+        others = [torch.full((count,), 9, dtype=torch.int32, device="cuda:0") for _ in range(3)]
+        check(where not in [t.data_ptr() for t in others], "reused while the other GPU reads it")
+        for ordinal in (0, 1):
+            torch.cuda.synchronize(ordinal)
+        equal(int((y == 3).sum()), count, "what was copied")
+        del others
+        stats = lambda: torch.cuda.memory_stats(0)  # noqa: E731
+        until(lambda: stats()["active.all.current"] == stats()["allocation.all.current"], 10, "the block comes back")
+    p.close()
+
+
 @worker
 def ranks(conn, rank, port):
     import torch

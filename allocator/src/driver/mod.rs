@@ -43,6 +43,12 @@ pub struct Stream(pub u64);
 impl Stream {
     /// The legacy default stream: always valid, never destroyed.
     pub const LEGACY: Self = Self(0);
+
+    /// Whether it is a name of the driver's, which stands for a stream of whichever context is meant.
+    #[must_use]
+    pub const fn is_named(self) -> bool {
+        self.0 <= 2
+    }
 }
 
 /// The identity of a stream (`cuStreamGetId`): a handle that is destroyed and made again has another one.
@@ -263,6 +269,12 @@ pub trait Driver: Send + Sync + Debug {
             Capture::Active | Capture::Invalidated => Ok(None),
         }
     }
+
+    /// Whether a stream is of this device's context. Of one of the driver's own names ([`Stream::is_named`]), always.
+    ///
+    /// # Errors
+    /// What the driver says. Not of a stream that captures: see [`Driver::stream_capture`].
+    fn owns(&self, stream: Stream) -> Result<bool>;
 
     /// Queues a copy between any two addresses (device or host).
     ///

@@ -1,10 +1,12 @@
 //! One block's life: settled, used, pinned, freed, waiting, free.
 
+use std::sync::Arc;
+
 use crate::record::{origin, Event, Kind, Origin};
 use crate::tlsf::{Allocation, Handle, GRANULE};
 use crate::window::Chunk;
 
-use super::{Inner, Pin};
+use super::{Inner, Neighbour, Pin};
 
 /// Places for blocks that are ready from the first growth on.
 const READY: usize = 2048;
@@ -35,6 +37,8 @@ pub(super) struct Parked {
 pub(super) struct More {
     /// Other streams that use it.
     pub(super) streams: Vec<u32>,
+    /// Other GPUs whose streams do.
+    abroad: Vec<Arc<Neighbour>>,
     /// The chunks of a block that is larger than one.
     pub(super) span: Vec<Chunk>,
 }
@@ -184,14 +188,35 @@ impl Inner {
             }
             self.streams.unused(stream);
         }
-        self.let_go(handle);
+        self.unused_here(handle);
+    }
+
+    /// No stream of this GPU uses the block any more; others' may.
+    fn unused_here(&mut self, handle: Handle) {
+        let abroad = self.infos.get_mut(handle.index() as usize).and_then(|info| info.more.as_mut()?.abroad.pop());
+        match abroad {
+            Some(abroad) => {
+                let mark = abroad.ask();
+                self.away.push((abroad, mark, handle));
+            }
+            None => self.let_go(handle),
+        }
+    }
+
+    /// Whether any freed block waits for a stream that it was recorded on.
+    pub(super) fn any_waiting(&self) -> bool {
+        self.streams.any_waiting() || !self.away.is_empty()
     }
 
     /// Frees what has waited long enough for other streams.
     pub(super) fn settle_waiting(&mut self) {
-        if !self.streams.any_waiting() {
+        if !self.any_waiting() {
             return;
         }
+        let (over, away) = std::mem::take(&mut self.away).into_iter().partition(|(abroad, mark, _)| abroad.is_past(*mark));
+        self.away = away;
+        let over: Vec<_> = over;
+        over.into_iter().for_each(|(.., handle)| self.unused_here(handle));
         for stream in self.streams.numbers() {
             while let Some((mark, handle)) = self.streams.take_over(stream) {
                 self.streams.unused(stream);
@@ -221,7 +246,7 @@ impl Inner {
                 if let (Some(to), true) = (self.places.get_mut(to), from != to) {
                     to.live += 1;
                 }
-                self.let_go(handle);
+                self.unused_here(handle);
             }
         }
     }
@@ -261,6 +286,17 @@ impl Inner {
         if !streams.contains(&stream) {
             streams.push(stream);
             self.streams.used(stream);
+        }
+    }
+
+    /// Notes that streams of other GPUs use a block.
+    pub(super) fn record_abroad(&mut self, index: u32, abroad: Vec<Arc<Neighbour>>) {
+        let Some(info) = self.infos.get_mut(index as usize).filter(|_| !abroad.is_empty()) else { return };
+        let noted = &mut info.more.get_or_insert_default().abroad;
+        for neighbour in abroad {
+            if !noted.iter().any(|other| Arc::ptr_eq(other, &neighbour)) {
+                noted.push(neighbour);
+            }
         }
     }
 

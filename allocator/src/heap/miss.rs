@@ -106,7 +106,7 @@ impl Heap {
     /// Whether bytes may lie where this stream does not look first.
     fn has_others(&self) -> bool {
         let inner = self.whole();
-        inner.places.len() - inner.vacant.len() > 2 || inner.streams.any_waiting() || !inner.tlsf.is_empty(inner.domain_of(0))
+        inner.places.len() - inner.vacant.len() > 2 || inner.any_waiting() || !inner.tlsf.is_empty(inner.domain_of(0))
     }
 
     /// What is free for this stream now: its own, then what others have finished with.

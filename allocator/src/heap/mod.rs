@@ -5,6 +5,7 @@
 //! other streams will have finished with (the new stream waits on the GPU), and giving back what is free before it asks the owner
 //! once more. See [`Heap::allocate`].
 
+mod abroad;
 mod block;
 mod capture;
 mod error;
@@ -26,6 +27,7 @@ mod streams;
 mod trim;
 mod view;
 
+pub use abroad::{Neighbour, Neighbours};
 pub use capture::PoolId;
 pub use error::{human, HeapError, OutOfMemory};
 pub use local::{LocalCounts, LocalSource};
@@ -102,6 +104,8 @@ pub struct Heap {
     source: Arc<dyn ChunkSource>,
     sink: Option<Arc<dyn LiveSink>>,
     timelines: Option<Arc<Timelines>>,
+    /// The process's other GPUs.
+    neighbours: Option<Arc<Neighbours>>,
     config: HeapConfig,
     /// The process's own limit on what it reserves.
     limit: AtomicU64,
@@ -137,6 +141,8 @@ struct Inner {
     meter: Meter,
     /// The block that was freed last, if nobody uses it: to its table it is still used. See [`Inner::free`].
     parked: Option<Parked>,
+    /// Freed blocks that wait for another GPU to come past a mark.
+    away: Vec<(Arc<Neighbour>, u64, Handle)>,
     live: Live,
     /// Bytes that are to be given back when no queued work can reach them any more.
     trim_wanted: u64,
@@ -166,6 +172,7 @@ impl Heap {
             chunks: BTreeMap::new(),
             meter: Meter::default(),
             parked: None,
+            away: Vec::new(),
             live: Live::default(),
             trim_wanted: 0,
         };
@@ -180,6 +187,7 @@ impl Heap {
             source,
             sink,
             timelines,
+            neighbours: None,
             config,
             limit: AtomicU64::new(u64::MAX),
             captures: AtomicUsize::new(0),
@@ -188,6 +196,15 @@ impl Heap {
             pressing: AtomicBool::new(false),
             inner: Lock::new(inner),
         }
+    }
+
+    /// The heap of one of the process's GPUs, which know of each other: a block that was recorded on another's stream waits for that.
+    #[must_use]
+    pub fn beside(mut self, neighbours: &Arc<Neighbours>) -> Self {
+        let own = neighbours.add(self.driver.clone());
+        self.inner.lock().streams.set_neighbour(own);
+        self.neighbours = Some(neighbours.clone());
+        self
     }
 
     /// The driver of the heap's device.
@@ -333,9 +350,12 @@ impl Heap {
     /// What the driver says of the stream.
     pub fn record_stream(&self, addr: Addr, stream: Stream) -> Result<bool, HeapError> {
         let Some(offset) = self.granule(addr) else { return Ok(false) };
-        let (id, _) = self.identify(stream)?;
+        let abroad = self.neighbours.as_ref().map(|neighbours| neighbours.of(&*self.driver, stream)).unwrap_or_default();
+        let id = if abroad.is_empty() || stream.is_named() { Some(self.identify(stream)?.0) } else { None };
         let mut inner = self.inner.lock();
         let Some(index) = inner.live_around(offset).map(|info| info.handle.index()) else { return Ok(false) };
+        inner.record_abroad(index, abroad);
+        let Some(id) = id else { return Ok(true) };
         let stream = match inner.streams.find(id) {
             Some(stream) => stream,
             None => inner.add_stream(id),

@@ -13,7 +13,7 @@ use crate::scatter::ScatterMap;
 use crate::tlsf::Handle;
 
 use super::block::touched;
-use super::is_legacy;
+use super::{is_legacy, Neighbour};
 
 /// How much a stream frees before an event of it is worth its microsecond or two, though nobody asks: of ten thousand calls none
 /// should pay for it. Whoever misses a block asks, and finds by its next miss what was free at this one.
@@ -91,6 +91,8 @@ pub(super) struct Streams {
     /// Whether the driver has context-wide events.
     context_events: bool,
     context_done: u64,
+    /// This device, as the heaps of the process's others know it.
+    neighbour: Option<Arc<Neighbour>>,
     in_context: VecDeque<(u64, Event)>,
     waiting: usize,
     spare: Vec<Event>,
@@ -110,6 +112,7 @@ impl Streams {
             captures: 0,
             context_events,
             context_done: 0,
+            neighbour: None,
             in_context: VecDeque::new(),
             waiting: 0,
             spare: Vec::new(),
@@ -196,6 +199,10 @@ impl Streams {
         self.context_events = may;
     }
 
+    pub(super) fn set_neighbour(&mut self, neighbour: Arc<Neighbour>) {
+        self.neighbour = Some(neighbour);
+    }
+
     pub(super) fn has_context_events(&self) -> bool {
         self.context_events
     }
@@ -275,6 +282,9 @@ impl Streams {
             Some(event) => event,
             None => self.driver.event_create().ok()?,
         };
+        if let Some(neighbour) = &self.neighbour {
+            neighbour.records(self.clock);
+        }
         if let Err(error) = self.driver.event_record_context(event) {
             self.spare.push(event);
             self.context_events = error.result() != Some(CuResult::NOT_SUPPORTED);
@@ -293,7 +303,8 @@ impl Streams {
 
     /// Whether anybody waits for a stream that has not come past what is waited for.
     pub(super) fn any_wanted(&self) -> bool {
-        self.states.iter().any(|state| state.wanted > state.done.max(self.context_done))
+        let abroad = self.neighbour.as_ref().is_some_and(|neighbour| neighbour.is_awaited());
+        abroad || self.states.iter().any(|state| state.wanted > state.done.max(self.context_done))
     }
 
     /// Whether any freed block waits for a stream that it was recorded on.
@@ -312,6 +323,9 @@ impl Streams {
             self.in_context.pop_front();
             self.spare.push(event);
             self.context_done = self.context_done.max(mark);
+        }
+        if let Some(neighbour) = self.neighbour.as_ref().filter(|_| self.context_done != before) {
+            neighbour.has_come(self.context_done);
         }
         self.context_done != before
     }

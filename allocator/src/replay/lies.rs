@@ -31,6 +31,10 @@ impl Driver for Liar {
     fn stream_create(&self) -> Result<Stream> {
         self.driver.stream_create()
     }
+    fn owns(&self, stream: Stream) -> Result<bool> {
+        self.driver.owns(stream)
+    }
+
     fn stream_id(&self, stream: Stream) -> Result<StreamId> {
         self.driver.stream_id(stream)
     }

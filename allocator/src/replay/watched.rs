@@ -139,6 +139,10 @@ impl Driver for Watched {
         Ok(stream)
     }
 
+    fn owns(&self, stream: Stream) -> Result<bool> {
+        self.driver.owns(stream)
+    }
+
     fn stream_id(&self, stream: Stream) -> Result<StreamId> {
         drop(self.outside_captures("stream_id", stream));
         self.driver.stream_id(stream)

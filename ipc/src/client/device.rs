@@ -17,7 +17,7 @@ use millpond_allocator::driver::host::{HostConfig, HostPlatform};
 use millpond_allocator::driver::{
     cuda::CudaPlatform, cuda::HandleKind, Access, Addr, DeviceId, Driver, DriverError, Event, Platform, Stream, StreamId,
 };
-use millpond_allocator::heap::{Heap, HeapConfig};
+use millpond_allocator::heap::{Heap, HeapConfig, Neighbour, Neighbours};
 use millpond_allocator::pins::Pins;
 use millpond_allocator::timeline::{Slots, TimelineError, Timelines};
 use millpond_allocator::window::{Chunk, Unmapping, Window};
@@ -79,6 +79,8 @@ pub(super) struct Shared {
     pub(super) control: Arc<Control>,
     pub(super) leases: Arc<Leases>,
     pub(super) slots: Arc<Slots>,
+    /// The GPUs that are in use.
+    pub(super) neighbours: Arc<Neighbours>,
     pub(super) platforms: Arc<Platforms>,
     pub(super) pins: Arc<Pins>,
     pub(super) me: u32,
@@ -195,7 +197,8 @@ impl Device {
             left: self.shared.left.clone(),
         });
         let config = HeapConfig { chunk_bytes: self.grant.chunk_bytes, ..HeapConfig::default() };
-        let heap = Arc::new(Heap::new(driver.clone(), window, source, Some(sink), Some(timelines.clone()), config));
+        let heap = Heap::new(driver.clone(), window, source, Some(sink), Some(timelines.clone()), config);
+        let heap = Arc::new(if driver.is_host() { heap } else { heap.beside(&self.shared.neighbours) });
         if !*context_events {
             heap.set_context_events(false);
         }
@@ -227,6 +230,13 @@ impl Opened {
     /// Who a stream is. Refused while it is captured: a replay would neither wait nor signal again.
     pub(super) fn identify(&self, stream: Stream) -> Result<StreamId, Error> {
         Ok(self.driver.stream_identity(stream)?.ok_or(TimelineError::Capturing)?)
+    }
+
+    /// Who a stream is that uses what is on this device: itself, if it may be one of this device's; and the other GPUs whose it may be.
+    pub(super) fn users(&self, stream: Stream) -> Result<(Option<StreamId>, Vec<Arc<Neighbour>>), Error> {
+        let abroad = if self.driver.is_host() { Vec::new() } else { self.shared.neighbours.of(&*self.driver, stream) };
+        let here = abroad.is_empty() || stream.is_named();
+        Ok((here.then(|| self.identify(stream)).transpose()?, abroad))
     }
 
     /// Whether the device still works. A context that is dead says so at every call.

@@ -4,6 +4,7 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::Arc;
 
 use millpond_allocator::driver::{Addr, Event, StreamId};
+use millpond_allocator::heap::Neighbour;
 use millpond_allocator::record::Kind;
 use millpond_allocator::timeline::{Reached, Signal};
 use millpond_allocator::window::{Chunk, Epochs};
@@ -37,6 +38,8 @@ pub(super) struct Import {
     pub(super) addr: Option<Addr>,
     /// The streams that may use it, as far as we were told.
     pub(super) streams: Few<StreamId>,
+    /// Other GPUs whose streams may.
+    pub(super) abroad: Vec<Arc<Neighbour>>,
     /// The owner keeps it for this client if its producer dies.
     pub(super) adopted: bool,
     /// Whoever was to make it ready died before: its bytes are not what was to be sent.
@@ -48,10 +51,10 @@ pub(super) struct Import {
 
 impl Clone for Import {
     fn clone(&self) -> Self {
-        let Self { epochs, ready, streams, sender, .. } = self;
+        let Self { epochs, ready, streams, abroad, sender, .. } = self;
         // Numbers only: copied as they lie.
         let (epochs, ready, streams) = (Few::from_slice(epochs), Few::from_slice(ready), Few::from_slice(streams));
-        Self { epochs, ready, streams, sender: sender.clone(), ..*self }
+        Self { epochs, ready, streams, abroad: abroad.clone(), sender: sender.clone(), ..*self }
     }
 }
 
@@ -115,6 +118,8 @@ struct Parting {
     streams: Few<StreamId>,
     /// Signals of those that have.
     signals: Few<Signal>,
+    /// What other GPUs must have come past, and that is not known yet.
+    abroad: Vec<(Arc<Neighbour>, u64)>,
     /// Somebody is about to signal for it.
     claimed: bool,
     /// A context-wide event covers it. That may stand behind streams that have nothing to do with it: a signal may be sooner.
@@ -124,6 +129,14 @@ struct Parting {
     bytes: u64,
     window: u32,
     offset: u64,
+}
+
+impl Parting {
+    /// Whether no other GPU's stream can reach it any more.
+    fn is_past_abroad(&mut self) -> bool {
+        self.abroad.retain(|(neighbour, mark)| !neighbour.is_past(*mark));
+        self.abroad.is_empty()
+    }
 }
 
 /// Partings that one context-wide event covers.
@@ -227,7 +240,8 @@ impl Imports {
         }
         record::held(Kind::Release, import.hold, (import.window, import.offset, import.bytes));
         table.bytes = table.bytes.saturating_sub(import.bytes);
-        if import.addr.is_none() || import.streams.is_empty() || fault::is(Fault::ReleaseBeforeDone) {
+        let unused = import.streams.is_empty() && import.abroad.is_empty();
+        if import.addr.is_none() || unused || fault::is(Fault::ReleaseBeforeDone) {
             drop(table);
             self.finish(import.hold, None);
             return Ok(false);
@@ -238,6 +252,7 @@ impl Imports {
             device: import.device,
             streams: import.streams,
             signals: Few::new(),
+            abroad: import.abroad.into_iter().map(|neighbour| (neighbour.clone(), neighbour.ask())).collect(),
             claimed: false,
             batched: false,
             seen: false,
@@ -310,7 +325,7 @@ impl Imports {
             p.signals.push(signal);
             // A hold names one DONE. Of several streams all but the last must be seen to be over.
             let (last, before) = p.signals.split_last().map_or((signal, &[][..]), |(last, before)| (*last, before));
-            let over = p.streams.is_empty() && before.iter().all(|signal| self.is_over(signal));
+            let over = p.streams.is_empty() && before.iter().all(|signal| self.is_over(signal)) && p.is_past_abroad();
             if over {
                 self.flows.store(true, Ordering::Relaxed);
                 self.finish(p.hold, Some(last));
@@ -347,8 +362,12 @@ impl Imports {
         let (mut left, mut stays) = (Vec::new(), false);
         let mut table = self.table.lock();
         table.parting.retain_mut(|p| {
+            if over.contains(&p.handle) {
+                // All of this device's streams are past it, whatever they have signalled.
+                (p.streams, p.signals, p.batched) = (Few::new(), Few::new(), false);
+            }
             let signalled = p.streams.is_empty() && p.signals.iter().all(|signal| self.is_over(signal));
-            let done = over.contains(&p.handle) || p.device == opened.index && !p.claimed && signalled;
+            let done = p.device == opened.index && !p.claimed && signalled && p.is_past_abroad();
             if done {
                 self.finish(p.hold, None);
             } else if p.device == opened.index {
@@ -434,13 +453,20 @@ impl Imports {
         self.table.lock().held().filter(|import| import.device == device).map(|import| import.bytes).sum()
     }
 
-    /// Notes another stream that uses what is at an address.
-    pub(super) fn record_stream(&self, addr: Addr, stream: StreamId) -> bool {
+    /// Notes another stream that uses what is at an address, and the other GPUs whose it may be.
+    pub(super) fn record_stream(&self, addr: Addr, (stream, abroad): (Option<StreamId>, Vec<Arc<Neighbour>>)) -> bool {
         let mut table = self.table.lock();
         let mut any = false;
         for import in table.held_mut().filter(|import| import.holds(addr)) {
             any = true;
-            import.used_by(stream);
+            if let Some(stream) = stream {
+                import.used_by(stream);
+            }
+            for neighbour in &abroad {
+                if !import.abroad.iter().any(|other| Arc::ptr_eq(other, neighbour)) {
+                    import.abroad.push(neighbour.clone());
+                }
+            }
         }
         any
     }
@@ -469,6 +495,32 @@ fn entry(table: &mut Table, handle: u64) -> Option<&mut Option<Import>> {
 mod tests {
     use super::*;
     use crate::control::Claim;
+    use millpond_allocator::driver::host::{HostConfig, HostPlatform};
+    use millpond_allocator::driver::{Access, Driver};
+    use millpond_allocator::heap::{Heap, HeapConfig, LocalSource, Neighbours};
+    use millpond_allocator::window::Window;
+
+    /// One that came with a frame, its hold at a place of client 0's table.
+    fn an_import(control: &Control, index: u32, device: u32) -> Import {
+        let claim = Claim { lease: 1, window: 1, offset: 0, bytes: 512 };
+        Import {
+            hold: HoldRef { producer: 0, index, generation: control.hold(0, index).unwrap().make(0, 1, claim).unwrap() },
+            window: 1,
+            device,
+            offset: 0,
+            bytes: 512,
+            epochs: Few::new(),
+            ready: Few::new(),
+            read_only: false,
+            addr: None,
+            streams: Few::new(),
+            abroad: Vec::new(),
+            adopted: false,
+            lost: false,
+            cause: None,
+            sender: Arc::new(Peer { client: 0, serial: 1, name: "a".to_owned(), pid: 1 }),
+        }
+    }
 
     #[test]
     fn no_two_imports_are_known_by_the_same_number() {
@@ -476,27 +528,7 @@ mod tests {
         let imports = Imports::new(control.clone(), 1);
         let stream = StreamId(0);
         let import = |index: u32, device: u32| {
-            let claim = Claim { lease: 1, window: 1, offset: 0, bytes: 512 };
-            let generation = control.hold(0, index).unwrap().make(0, 1, claim).unwrap();
-            let sender = Arc::new(Peer { client: 0, serial: 1, name: "a".to_owned(), pid: 1 });
-            let handle = imports
-                .add(Import {
-                    hold: HoldRef { producer: 0, index, generation },
-                    window: 1,
-                    device,
-                    offset: 0,
-                    bytes: 512,
-                    epochs: Few::new(),
-                    ready: Few::new(),
-                    read_only: false,
-                    addr: None,
-                    streams: Few::new(),
-                    adopted: false,
-                    lost: false,
-                    cause: None,
-                    sender,
-                })
-                .unwrap();
+            let handle = imports.add(an_import(&control, index, device)).unwrap();
             imports.part(imports.opened(handle, 4096, true, Some(stream)).unwrap(), None);
             handle
         };
@@ -515,5 +547,41 @@ mod tests {
         imports.part(claimed, Some(Signal { timeline: 0, value: 1 }));
         assert_eq!((imports.is_parted(first), imports.is_parted(last), imports.is_parted(next)), (false, true, true));
         assert!(imports.any_parting());
+    }
+
+    /// The DONE of an import that another GPU's stream reads waits for that GPU too.
+    #[test]
+    fn what_another_gpu_reads_is_not_done_before_it_has_come_past() {
+        let platform = HostPlatform::new(HostConfig { devices: 2, ..HostConfig::default() });
+        let drivers = [0, 1].map(|number| platform.driver(number).unwrap());
+        let neighbours = Arc::new(Neighbours::default());
+        let heaps = drivers.each_ref().map(|driver| {
+            driver.attach_context().unwrap();
+            let window = Window::reserve(driver.clone(), 1 << 30, Access::ReadWrite).unwrap();
+            let source = Arc::new(LocalSource::new(driver.clone(), 1 << 30, 8 << 20));
+            Heap::new(driver.clone(), window, source, None, None, HeapConfig::default()).beside(&neighbours)
+        });
+        let stream = drivers[1].stream_create().unwrap();
+        let stall = drivers[1].stall(stream);
+        let abroad = neighbours.of(&*drivers[0], stream);
+        assert_eq!(abroad.len(), 1);
+
+        let control = Arc::new(Control::create([1, 2], 3).unwrap());
+        let imports = Imports::new(control.clone(), 1);
+        let own = StreamId(7);
+        let handle = imports.add(an_import(&control, 0, 0)).unwrap();
+        imports.part(imports.opened(handle, 4096, true, Some(own)).unwrap(), None);
+        assert!(imports.record_stream(4096, (None, abroad.clone())));
+        assert!(imports.release(handle).unwrap());
+        let signal = Signal { timeline: 0, value: 1 };
+        imports.part(imports.claim(0, own), Some(signal));
+        assert!(!imports.is_parted(handle), "its own stream is past it, the other GPU's is not");
+        drop(stall);
+        let asked = imports.table.lock().parting[0].abroad[0].1;
+        while !abroad[0].is_past(asked) {
+            heaps[1].tick();
+            std::thread::yield_now();
+        }
+        assert!(imports.table.lock().parting[0].is_past_abroad());
     }
 }

@@ -137,6 +137,7 @@ impl Client {
             control: control.clone(),
             leases,
             slots,
+            neighbours: Arc::default(),
             platforms: Arc::new(Platforms::default()),
             pins: Arc::new(Pins::new(pinned::default_limit())),
             me,

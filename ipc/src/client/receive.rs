@@ -135,6 +135,7 @@ impl Client {
                 read_only: descriptor.read_only,
                 addr: None,
                 streams: Few::new(),
+                abroad: Vec::new(),
                 adopted: false,
                 lost,
                 cause: None,
@@ -291,7 +292,7 @@ impl Client {
     pub fn record_import_stream(&self, addr: Addr, place: Place, stream: Stream) -> Result<bool, Error> {
         self.check_alive()?;
         let opened = self.device(place)?.open()?;
-        Ok(self.imports.record_stream(addr, opened.identify(stream)?))
+        Ok(self.imports.record_stream(addr, opened.users(stream)?))
     }
 
     /// Waits until every receiver of the block at an address is done with it: the stream on the GPU, and without one, or where
@@ -354,7 +355,7 @@ impl Client {
                     opened.heap.record_stream(addr, stream).map(|_| ())?
                 }
                 Some(_) => {
-                    self.imports.record_stream(addr, opened.identify(stream)?);
+                    self.imports.record_stream(addr, opened.users(stream)?);
                 }
                 None => {}
             }

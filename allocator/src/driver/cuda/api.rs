@@ -112,6 +112,7 @@ table! {
         fn cuStreamCreate(stream: *mut CUstream, flags: c_uint) = "cuStreamCreate";
         fn cuStreamDestroy(stream: CUstream) = "cuStreamDestroy_v2";
         fn cuStreamGetId(stream: CUstream, id: *mut c_ulonglong) = "cuStreamGetId";
+        fn cuStreamGetCtx(stream: CUstream, context: *mut CUcontext) = "cuStreamGetCtx";
         fn cuStreamSynchronize(stream: CUstream) = "cuStreamSynchronize";
         fn cuStreamQuery(stream: CUstream) = "cuStreamQuery";
         fn cuStreamIsCapturing(stream: CUstream, status: *mut c_uint) = "cuStreamIsCapturing";

@@ -71,7 +71,7 @@ impl CudaDriver {
     /// What asking about a stream needs: for one of the driver's own names the context that it means. A stream that was created
     /// knows its own, and each malloc on one asks.
     fn enter_for(&self, stream: Stream, call: &'static str) -> Result<Option<Entered<'_>>> {
-        if stream.0 <= 2 {
+        if stream.is_named() {
             return self.context.enter(call).map(Some);
         }
         self.context.handle(call).map(|_| None)
@@ -255,6 +255,18 @@ impl Driver for CudaDriver {
         // SAFETY: the driver writes one u64; the trait's rule: streams are passed alive.
         unsafe { self.api.cuStreamGetId(raw(stream), &mut id) }?;
         Ok(StreamId(id))
+    }
+
+    fn owns(&self, stream: Stream) -> Result<bool> {
+        let ours = self.context.handle("cuStreamGetCtx")?;
+        if stream.is_named() {
+            return Ok(true);
+        }
+        let _mode = Relaxed::enter(&self.api);
+        let mut context = std::ptr::null_mut();
+        // SAFETY: the driver writes one handle; the trait's rule: streams are passed alive.
+        unsafe { self.api.cuStreamGetCtx(raw(stream), &mut context) }?;
+        Ok(context == ours)
     }
 
     fn stream_synchronize(&self, stream: Stream) -> Result<()> {

@@ -156,6 +156,7 @@ CUresult cuStreamDestroy_v2(CUstream s) { NEEDS_CONTEXT; return s == (CUstream)0
 CUresult cuStreamGetId(CUstream s, u64 *id) { NAMES_ONE(s); counts.ids++; *id = (u64)s + 1000; return 0; }
 CUresult cuCtxRecordEvent(CUcontext c, CUevent e) { NEEDS_CONTEXT; UNSAFE; return c == PRIMARY && e == (CUevent)0xe1 ? 0 : INVALID_VALUE; }
 #endif
+CUresult cuStreamGetCtx(CUstream s, CUcontext *c) { CALL; *c = s == (CUstream)0x52 ? 0 : PRIMARY; return 0; }
 CUresult cuStreamSynchronize(CUstream s) { NEEDS_CONTEXT; UNSAFE; 
 #ifdef SHARING
     return 0;

@@ -296,6 +296,14 @@ fn the_legacy_stream_has_identity_0_without_a_call() {
 }
 
 #[test]
+fn a_stream_of_another_context_is_not_owned() {
+    let stub = stub!();
+    let driver = stub.attached();
+    assert_eq!([0, 2, 0x51, 0x52].map(|stream| driver.owns(Stream(stream)).unwrap()), [true, true, true, false]);
+    assert_eq!(stub.number("stub_mode"), 0, "the thread is as it was");
+}
+
+#[test]
 fn words_go_through_the_operations_that_the_device_has() {
     let stub = stub!();
     let driver = stub.attached();

@@ -206,6 +206,15 @@ impl Driver for HostDriver {
         Ok(queue.id())
     }
 
+    fn owns(&self, stream: Stream) -> Result<bool> {
+        let call = HostCall::StreamId;
+        self.enter_alive(call)?;
+        if stream.is_named() {
+            return Ok(true);
+        }
+        self.shared.streams.device_of(stream).map(|device| device == self.info.ordinal).map_err(|result| call.refuse(result))
+    }
+
     fn stream_synchronize(&self, stream: Stream) -> Result<()> {
         let call = HostCall::StreamSynchronize;
         let queue = self.queue(call, stream)?;

@@ -65,6 +65,14 @@ impl Streams {
         }
     }
 
+    /// The device of a live stream.
+    pub(super) fn device_of(&self, stream: Stream) -> Result<u32, CuResult> {
+        match slot(&mut self.slots.lock(), stream) {
+            Some(Some(entry)) => Ok(entry.device),
+            _ => Err(self.misused()),
+        }
+    }
+
     /// Ends a stream's handle; its queued work still runs.
     pub(super) fn destroy(&self, stream: Stream, device: u32) -> Result<(), CuResult> {
         let mut slots = self.slots.lock();
