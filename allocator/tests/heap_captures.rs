@@ -206,6 +206,72 @@ fn a_capture_that_fails_stops_nothing() {
     }
 }
 
+/// Begins a capture and spoils it; torch is told by its end, and we by nobody.
+fn fails(lab: &Lab, stream: Stream, inside: impl FnOnce()) {
+    lab.heap.begin_pool(POOL);
+    lab.driver.begin_capture(stream).unwrap();
+    inside();
+    let event = lab.driver.event_create().unwrap();
+    assert!(lab.driver.event_record_context(event).is_err(), "it spoils the capture");
+    assert!(lab.driver.end_capture(stream).is_err());
+    assert_eq!(lab.heap.unless_capturing(|| ()), None);
+}
+
+/// One that fails before its first malloc: no stream was seen in it that could be seen running again.
+#[test]
+fn a_capture_that_failed_is_over_when_its_thread_says_so() {
+    let lab = Lab::new();
+    let (side, one, two) = (lab.stream(), lab.stream(), lab.stream());
+    let left = lab.alloc(CHUNK, one);
+    for _ in 0..2 {
+        fails(&lab, side, || ());
+        std::thread::scope(|scope| scope.spawn(|| lab.heap.fail_capture()).join().unwrap());
+        assert_eq!(lab.heap.unless_capturing(|| ()), None, "another thread's word");
+        lab.heap.fail_capture();
+        assert_eq!(lab.heap.unless_capturing(|| ()), Some(()));
+    }
+    lab.free(left);
+    lab.freeze();
+    assert_eq!(lab.alloc(CHUNK, two), left, "what one stream leaves another gets");
+    lab.heap.record_stream(left, one).unwrap();
+    lab.free(left);
+    lab.tick_until("the chunk", || {
+        lab.heap.empty_cache();
+        lab.reserved() == 0
+    });
+}
+
+#[test]
+fn the_pool_of_a_failed_capture_lives_only_as_long_as_other_graphs_of_it() {
+    let lab = Lab::new();
+    let side = lab.stream();
+    let pools = || lab.heap.regions().iter().flat_map(|region| &region.blocks).filter(|block| block.pool == Some(POOL)).count();
+    lab.heap.begin_pool(POOL);
+    lab.driver.begin_capture(side).unwrap();
+    lab.touch(CHUNK, side);
+    lab.driver.end_capture(side).unwrap();
+    lab.heap.end_pool(POOL);
+    // That one has ended: nothing of it fails any more.
+    lab.heap.fail_capture();
+    fails(&lab, side, || {
+        lab.touch(CHUNK, side);
+    });
+    lab.heap.fail_capture();
+    assert_eq!(pools(), 1, "the first graph's");
+    lab.heap.release_pool(POOL);
+    assert_eq!(pools(), 0);
+    // Alone, and with a block that outlives it.
+    let mut kept = 0;
+    fails(&lab, side, || kept = lab.alloc(CHUNK, side));
+    lab.heap.fail_capture();
+    lab.free(kept);
+    assert_eq!(pools(), 0);
+    lab.tick_until("all chunks", || {
+        lab.heap.empty_cache();
+        lab.reserved() == 0
+    });
+}
+
 /// Whatever the heap does for other threads, a capture in global mode goes on.
 #[test]
 fn nothing_breaks_another_thread_s_capture() {
@@ -248,6 +314,7 @@ fn a_capture_that_the_heap_was_not_told_of_is_left_alone() {
     let lab = Lab::new();
     let (one, two) = (lab.stream(), lab.stream());
     lab.touch(MIB, two);
+    let left = lab.alloc(CHUNK, Stream::LEGACY);
     lab.driver.begin_capture(one).unwrap();
     let blocks = [lab.alloc(MIB, one), lab.alloc(CHUNK, one), lab.alloc(2 * CHUNK, one)];
     blocks.iter().for_each(|block| lab.free(*block));
@@ -258,11 +325,13 @@ fn a_capture_that_the_heap_was_not_told_of_is_left_alone() {
     lab.alloc(CHUNK, one);
     // What the heap does without that stream is blind, where it looks at the whole context.
     lab.heap.set_context_events(false);
+    lab.free(left);
     for _ in 0..200 {
         lab.touch(MIB, two);
         lab.touch(2 * CHUNK, two);
         lab.heap.tick();
         lab.heap.empty_cache();
+        lab.heap.give_way(u64::MAX);
     }
     assert_eq!(lab.driver.end_capture(one).unwrap().len(), 0);
     lab.heap.set_context_events(true);

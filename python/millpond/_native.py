@@ -91,6 +91,7 @@ _BLOCKING = {
     "millpond_adopt": (_i32, [_u64, _u64, _i64]),
     "millpond_ticket": (_ptr, [ctypes.c_char_p, _size, _ptr, _size, _u32]),
     "millpond_redeem": (_i32, [ctypes.c_char_p, _size, ctypes.POINTER(ctypes.POINTER(_Message))]),
+    "millpond_torch_capture_failed": (None, []),
     "millpond_wait_done": (_i32, [_u64, _u64, _u32, _i64]),
 }
 _QUICK = {

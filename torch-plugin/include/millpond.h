@@ -366,6 +366,10 @@ void millpond_torch_end_allocate_to_pool(int device, struct millpond_pool_id poo
 // The graph is gone.
 void millpond_torch_release_pool(int device, struct millpond_pool_id pool);
 
+// The capture that the calling thread began has failed. Not a hook of torch's, which (2.3 to 2.12) says nothing then: whoever sees
+// `CUDAGraph.capture_end` raise calls this, on that thread. Nothing happens where torch has said that the capture has ended.
+void millpond_torch_capture_failed(void);
+
 #ifdef __cplusplus
 }  // extern "C"
 #endif  // __cplusplus

@@ -168,6 +168,12 @@ pub fn heap_of(addr: u64, ordinal: i32) -> Option<&'static Heap> {
     first.or_else(|| HEAPS.iter().find_map(here))
 }
 
+/// Every heap that malloc has used and finds without a lock, the host's too.
+pub fn open_heaps() -> impl Iterator<Item = &'static Heap> {
+    // SAFETY: null or leaked.
+    HEAPS.iter().filter_map(|slot| unsafe { slot.load(Ordering::Acquire).as_ref() })
+}
+
 /// The heap of a GPU if malloc has used it.
 #[must_use]
 pub fn heap_if_open(ordinal: usize) -> Option<&'static Heap> {

@@ -10,7 +10,7 @@ use std::ptr::null_mut;
 use std::sync::atomic::Ordering;
 
 use millpond_allocator::driver::Stream;
-use millpond_allocator::heap::{HeapError, PoolId};
+use millpond_allocator::heap::{Heap, HeapError, PoolId};
 use parking_lot::Mutex;
 
 use crate::error::{panic_text, ApiError};
@@ -229,6 +229,16 @@ pub extern "C" fn millpond_torch_end_allocate_to_pool(device: c_int, pool: millp
 pub extern "C" fn millpond_torch_release_pool(device: c_int, pool: millpond_pool_id) {
     quietly(|| {
         state::heap(device)?.release_pool(pool.into());
+        Ok(())
+    });
+}
+
+/// The capture that the calling thread began has failed. Not a hook of torch's, which (2.3 to 2.12) says nothing then: whoever sees
+/// `CUDAGraph.capture_end` raise calls this, on that thread. Nothing happens where torch has said that the capture has ended.
+#[no_mangle]
+pub extern "C" fn millpond_torch_capture_failed() {
+    quietly(|| {
+        state::open_heaps().for_each(Heap::fail_capture);
         Ok(())
     });
 }

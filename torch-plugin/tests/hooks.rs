@@ -11,8 +11,8 @@ use millpond_torch::state;
 use millpond_torch::tensor::millpond_deallocate;
 use millpond_torch::torch::{
     millpond_free, millpond_pool_id, millpond_pool_malloc, millpond_torch_begin_allocate_stream_to_pool,
-    millpond_torch_begin_allocate_to_pool, millpond_torch_end_allocate_stream_to_pool, millpond_torch_end_allocate_to_pool,
-    millpond_torch_release_pool,
+    millpond_torch_begin_allocate_to_pool, millpond_torch_capture_failed, millpond_torch_end_allocate_stream_to_pool,
+    millpond_torch_end_allocate_to_pool, millpond_torch_release_pool,
 };
 
 const HOST: i32 = -1;
@@ -55,6 +55,14 @@ fn captures_are_known_from_begin_to_end_and_segments_from_malloc_to_free() {
     assert!(capturing(), "another pool's end");
     millpond_torch_end_allocate_to_pool(HOST, pool(1));
     assert!(!capturing());
+
+    // One that failed ends without a word of torch's: its thread says so.
+    millpond_torch_begin_allocate_to_pool(HOST, pool(8), null());
+    std::thread::spawn(|| millpond_torch_capture_failed()).join().unwrap();
+    assert!(capturing(), "another thread's word");
+    millpond_torch_capture_failed();
+    assert!(!capturing());
+    millpond_torch_capture_failed();
 
     // Before: by stream, which alone is named at the end.
     millpond_torch_begin_allocate_stream_to_pool(HOST, stream(7), pool(3));

@@ -91,14 +91,21 @@ impl Heap {
         self.count_captures(&mut inner);
     }
 
+    /// The capture that this thread began, if it is still on, has failed: there will be no graph. For torch, which then says
+    /// neither [`Heap::end_pool`] nor [`Heap::release_pool`].
+    pub fn fail_capture(&self) {
+        let mut inner = self.whole();
+        let here = thread::current().id();
+        let active = &mut inner.pools.active;
+        let Some(at) = active.iter().rposition(|active| active.thread == here) else { return };
+        let pool = active.remove(at).pool;
+        self.count_captures(&mut inner);
+        inner.let_go_of(pool);
+    }
+
     /// One graph of the pool is gone. With the last, the pool's bytes are everybody's, once what runs now is over.
     pub fn release_pool(&self, pool: PoolId) {
-        let mut inner = self.whole();
-        match inner.pools.uses.get_mut(&pool) {
-            Some(uses) if *uses > 1 => *uses -= 1,
-            Some(_) => inner.dissolve(pool),
-            None => {}
-        }
+        self.whole().let_go_of(pool);
     }
 
     pub(super) fn count_captures(&self, inner: &mut Inner) {
@@ -115,6 +122,14 @@ impl Inner {
         let place = self.add_place(stream, Some(pool));
         self.pools.places.insert((pool, stream), place);
         place
+    }
+
+    fn let_go_of(&mut self, pool: PoolId) {
+        match self.pools.uses.get_mut(&pool) {
+            Some(uses) if *uses > 1 => *uses -= 1,
+            Some(_) => self.dissolve(pool),
+            None => {}
+        }
     }
 
     /// A replay on any stream may still use the pool's bytes, so not even the stream that captured gets them at once: its
