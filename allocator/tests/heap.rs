@@ -140,6 +140,50 @@ fn what_a_stream_left_long_ago_is_found_without_events_of_the_context() {
     assert_eq!(lab.alloc(CHUNK, two), left, "the first never comes again");
 }
 
+/// As in pool mode, on torch's default stream: nobody calls again, and another process has no room.
+#[test]
+fn what_the_legacy_stream_left_goes_back_without_events_of_the_context() {
+    let lab = Lab::new();
+    lab.heap.set_context_events(false);
+    let blocks = [(); 3].map(|()| lab.alloc(CHUNK, Stream::LEGACY));
+    let stall = lab.driver.stall(Stream::LEGACY);
+    blocks.iter().for_each(|block| lab.free(*block));
+    assert_eq!(lab.heap.give_way(2 * CHUNK), 2 * CHUNK, "owed");
+    (0..20).for_each(|_| lab.heap.tick());
+    assert_eq!((lab.reserved(), lab.heap.owed()), (3 * CHUNK, 2 * CHUNK), "work that was queued before may be at them");
+    stall.release();
+    lab.tick_until("two chunks", || lab.reserved() == CHUNK);
+    // And another stream of this process, when it has missed them.
+    let one = lab.stream();
+    lab.freeze();
+    lab.tick_until("the third", || lab.heap.allocate(CHUNK, one).is_ok());
+}
+
+/// A stream that may be gone is never recorded but by its own calls.
+#[test]
+fn what_another_stream_left_waits_for_it_or_for_an_event_of_the_context() {
+    let lab = Lab::new();
+    lab.heap.set_context_events(false);
+    let one = lab.stream();
+    let blocks = [lab.alloc(CHUNK, one), lab.alloc(CHUNK - MIB, one)];
+    lab.free(blocks[0]);
+    lab.driver.stream_synchronize(one).unwrap();
+    assert_eq!(lab.heap.give_way(CHUNK), CHUNK, "owed");
+    lab.heap.tick();
+    assert_eq!(lab.reserved(), 2 * CHUNK);
+    // It is alone, and its next call records it all the same.
+    let small = lab.alloc(512, one);
+    lab.driver.stream_synchronize(one).unwrap();
+    lab.tick_until("the first chunk", || lab.reserved() == CHUNK);
+    [small, blocks[1]].iter().for_each(|block| lab.free(*block));
+    lab.driver.stream_destroy(one).unwrap();
+    assert_eq!(lab.heap.give_way(u64::MAX), CHUNK, "owed");
+    (0..20).for_each(|_| lab.heap.tick());
+    assert_eq!(lab.reserved(), CHUNK);
+    lab.heap.set_context_events(true);
+    lab.tick_until("the second, by an event of the context", || lab.reserved() == 0);
+}
+
 /// However rarely a stream is recorded: where somebody misses its bytes, the next call that is handed it records it.
 #[test]
 fn what_a_stream_freed_is_others_after_its_next_call() {

@@ -232,7 +232,7 @@ impl Heap {
 
     /// Whether the heap may record events of the whole context, as it does by itself where the driver can. Not where graphs
     /// are captured without [`Heap::begin_pool`]: such an event breaks every capture under way. Without them, what a stream
-    /// leaves behind is others' only when it comes back, and a released pool's bytes stay where they are.
+    /// leaves behind is others' only when it comes back, but for the legacy stream, and a released pool's bytes stay where they are.
     pub fn set_context_events(&self, allowed: bool) {
         let can = self.driver.device().context_events;
         self.inner.lock().streams.set_context_events(allowed && can);
@@ -397,8 +397,8 @@ impl Heap {
             inner.streams.poll();
             inner.settle_waiting();
             inner.retire();
-            if inner.streams.any_wanted() && !inner.streams.context_pending() {
-                inner.streams.record_context();
+            if inner.streams.any_wanted() {
+                inner.streams.record_unhanded();
             }
             inner.live.largest_free = u64::from(inner.tlsf.largest_free()) * GRANULE;
             self.publish(&inner);

@@ -2,8 +2,8 @@
 //!
 //! A *mark* is a reading of one counter that moves on with every recorded event. What a stream frees gets the mark of that
 //! moment; an event recorded later covers every smaller mark. So one event covers many frees, and a block is anybody's once
-//! the stream that freed it has come past the block's mark. A stream is touched only inside a call that was handed it, and
-//! nothing is recorded while a capture is on.
+//! the stream that freed it has come past the block's mark. A stream is touched only inside a call that was handed it, but for
+//! the legacy stream, which cannot be destroyed, and nothing is recorded while a capture is on.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -242,7 +242,8 @@ impl Streams {
     /// Whether an event on this stream, which the caller was handed, is worth recording now.
     #[inline]
     pub(super) fn due(&self, stream: u32) -> bool {
-        self.states.len() > 2
+        // Where the context can be recorded, a stream that is alone needs no events of its own.
+        (self.states.len() > 2 || !self.context_events)
             && self.captures == 0
             && self.states.get(stream as usize).is_some_and(|s| {
                 let unasked = if self.context_events && self.in_context.is_empty() { SELDOM } else { OFTEN };
@@ -250,7 +251,7 @@ impl Streams {
             })
     }
 
-    /// Records the stream. Only inside a call that was handed `raw` and that knows that it does not capture itself.
+    /// Records the stream. Only inside a call that was handed `raw`, or of the legacy stream, and where it is known not to capture itself.
     pub(super) fn record(&mut self, stream: u32, raw: Stream) -> Result<(), DriverError> {
         let Some(state) = self.states.get_mut(stream as usize) else { return Ok(()) };
         // Somebody else's capture, of which torch did not tell: an event in it would be part of the graph.
@@ -294,6 +295,22 @@ impl Streams {
         self.in_context.push_back(recorded);
         self.clock += 1;
         Some(recorded)
+    }
+
+    /// Records what somebody waits for, without a call that was handed a stream: the whole context; where that may not be, the
+    /// legacy stream, whose handle is good as long as the context is.
+    pub(super) fn record_unhanded(&mut self) {
+        if self.context_events {
+            if !self.context_pending() {
+                self.record_context();
+            }
+            return;
+        }
+        let legacy = self.driver.stream_id(Stream::LEGACY).ok().and_then(|id| self.by_id.get(&id).copied());
+        let Some((stream, state)) = legacy.and_then(|stream| Some((stream, self.states.get(stream as usize)?))) else { return };
+        if state.events.is_empty() && state.wanted > state.recorded.max(self.context_done) {
+            let _ = self.record(stream, Stream::LEGACY);
+        }
     }
 
     /// Whether a context-wide event is in flight.

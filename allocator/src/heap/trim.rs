@@ -24,8 +24,8 @@ impl Heap {
             let taken = inner.take_free_chunks(bytes);
             inner.meter.trims += u64::from(!taken.is_empty());
             inner.live.largest_free = u64::from(inner.tlsf.largest_free()) * GRANULE;
-            if inner.trim_wanted > 0 && !inner.streams.context_pending() {
-                inner.streams.record_context();
+            if inner.trim_wanted > 0 {
+                inner.streams.record_unhanded();
             }
             self.publish(&inner);
             taken
