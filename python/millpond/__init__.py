@@ -75,6 +75,7 @@ def context_events(allowed, device=None):
     a stream let go of goes back to its producer when that stream's next tensor is sent or received."""
     chosen = {} if device is None else {"device": _session.device_ordinal(device)}
     _native.control("context_events", allowed=bool(allowed), **chosen)
+    _session.note_context_events(bool(allowed), chosen.get("device"))
 
 
 def __getattr__(name):

@@ -10,6 +10,8 @@ from . import _events, _native, _streams, _trace, errors
 _lock = threading.Lock()
 _info = None
 _connection = None
+# Whether the program itself allows events over a GPU's context: by ordinal, and under None for the others.
+_context_events = {}
 
 
 def attach(socket=None, key=None, name=None, role="worker", driver="auto", limit=None, on_owner_death=None, wait=None):
@@ -47,6 +49,26 @@ def attach(socket=None, key=None, name=None, role="worker", driver="auto", limit
     return answer
 
 
+def note_context_events(allowed, ordinal):
+    """What `millpond.context_events` was told; ordinal None: of every device."""
+    if ordinal is None:
+        _context_events.clear()
+    _context_events[ordinal] = allowed
+
+
+def restore_context_events():
+    """Events over a GPU's context are allowed again where the program has not said otherwise."""
+    others = _context_events.get(None, True)
+    if others and all(_context_events.values()):
+        _native.control("context_events", allowed=True)
+        return
+    # Not all and then some off again: an event could come between. A GPU that is not in use yet has no ordinal, and stays as it is.
+    for device in _native.control("status").get("devices", ()):
+        ordinal = device["ordinal"]
+        if ordinal is not None:
+            _native.control("context_events", device=ordinal, allowed=_context_events.get(ordinal, others))
+
+
 def detach():
     """Leaves the owner: values that are still held go with it. Nothing happens if this process is not attached."""
     global _info, _connection
@@ -54,6 +76,7 @@ def detach():
         if _info is None:
             return
         _info = _connection = None
+        _context_events.clear()
     _events.clear()
     _native.control("detach")
 

@@ -8,7 +8,7 @@ import warnings
 
 import torch
 
-from . import _native, _session, _torch_refusals, _torch_share, _torch_stats, errors
+from . import _native, _session, _torch_captures, _torch_pools, _torch_refusals, _torch_share, _torch_stats, errors
 
 # method of torch's allocator object -> our function.
 _HOOKS = {
@@ -41,8 +41,9 @@ def install(mode="replace", stats=True):
     """From here on torch's CUDA memory in this process is arena memory. Before torch has initialised CUDA.
 
     `mode="replace"`: `torch.cuda.change_current_allocator`, with every hook that this torch has; `stats` answers torch's
-    memory statistics from ours. `mode="pool"`: a `torch.cuda.MemPool` over the arena for this thread's allocations; torch's
-    caching allocator stays (torch 2.8 and later), and what is sent is kept until its receivers are done. A second call with the same mode does nothing."""
+    memory statistics from ours. `mode="pool"`: a `torch.cuda.MemPool` over the arena for this thread's allocations on the GPU that is
+    current (call `torch.cuda.set_device` first; other GPUs stay torch's own); torch's caching allocator stays (torch 2.8 and later),
+    and what is sent is kept until its receivers are done. A second call with the same mode does nothing."""
     global _installed
     if mode not in ("replace", "pool"):
         raise errors.InvalidArgument(f'mode={mode!r}: "replace" or "pool"')
@@ -52,9 +53,10 @@ def install(mode="replace", stats=True):
         raise errors.Refused(f"torch's allocator was installed with mode={_installed!r} in this process")
     _check_session()
     if mode == "pool":
-        entered = pool()
-        entered.__enter__()
-        _for_ever.append(entered)  # a generator that is dropped leaves its block at once
+        _check_pools()
+        _torch_share.install(everything=False)
+        _torch_captures.install()
+        _torch_pools.install(_make_pool)
         _installed = mode
         return
     _check_replaceable()
@@ -73,6 +75,7 @@ def install(mode="replace", stats=True):
     # cudnn.benchmark asks the allocator for its largest free block, which torch's pluggable one refuses to say.
     _native.library().torch_answer_cache_info()
     _torch_refusals.install()
+    _torch_captures.install(tell=True)
     _torch_share.install(everything=True)
     if stats:
         _torch_stats.install()
@@ -99,25 +102,30 @@ def memory_snapshot():
 
 @contextlib.contextmanager
 def pool():
-    """This thread's allocations inside the block come from the arena, through torch's caching allocator. Gives the
-    `torch.cuda.MemPool`: its segments go back to the arena when it and its tensors are gone. torch 2.8 and later, native
-    backend."""
+    """This thread's allocations inside the block, on the GPU that is current, come from the arena, through torch's caching allocator.
+    Gives the `torch.cuda.MemPool`: its segments go back to the arena when it and its tensors are gone; before torch 2.13 not while
+    any thread is in a pool, and under `install(mode="pool")` it is the one that is installed. torch 2.8 and later (2.10, to capture
+    CUDA graphs inside), native backend."""
+    _check_pools()
+    _torch_share.install(everything=False)
+    with _torch_pools.block(_make_pool) as made:
+        yield made
+
+
+def _check_pools():
     _check_session()
-    version = tuple(int(n) for n in torch.__version__.split("+")[0].split(".")[:2])
-    if version < (2, 8):
+    if _torch_pools.version() < (2, 8):
         raise errors.Unsupported(f"pool mode needs torch 2.8 or later, this is {torch.__version__}: use install(mode='replace')")
     backend = torch.cuda.get_allocator_backend()
     if backend != "native":
         raise errors.Unsupported(f"pool mode needs torch's native allocator, this process has {backend!r}: {_how_to_unset(backend)}")
+
+
+def _make_pool():
     global _pool_allocator
     if _pool_allocator is None:
         _pool_allocator = _make_allocator("millpond_pool_malloc")
-    _torch_share.install(everything=False)
-    made = torch.cuda.MemPool(_pool_allocator)
-    # torch's own allocator tells nobody of its captures, which an event of ours over the whole context would end.
-    _native.control("context_events", allowed=False)
-    with torch.cuda.use_mem_pool(made):
-        yield made
+    return torch.cuda.MemPool(_pool_allocator)
 
 
 def _set_hooks(allocator):
