@@ -150,6 +150,46 @@ def failed_capture():
 
 
 @test()
+def failed_capture_before_its_first_malloc():
+    """A capture that fails before it allocates, then eager work: streams get each other's bytes, and empty_cache gives chunks back."""
+    p = Parent(limit="8GiB")
+    torch = p.torch
+    torch.ones(8, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+
+    def capture():
+        with torch.cuda.graph(graph):
+            torch.cuda.synchronize()
+
+    raises(RuntimeError, capture)
+    # torch.cuda.graph does not leave its stream where its end raises.
+    torch.cuda.set_stream(torch.cuda.default_stream())
+    one, two = torch.cuda.Stream(), torch.cuda.Stream()
+    with torch.cuda.stream(one):
+        x = torch.full((GIB,), 1, dtype=torch.uint8, device="cuda")
+    del x
+    torch.cuda.synchronize()
+    reserved = p.mine("reserved")
+    check(reserved >= GIB, "the ledger says", reserved)
+    with torch.cuda.stream(two):
+        y = torch.full((GIB,), 2, dtype=torch.uint8, device="cuda")
+    equal(p.mine("reserved"), reserved, "reserved when another stream asks for as much")
+    equal(int(y[-1]), 2)
+    del y
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    until(lambda: p.mine("reserved") < GIB, 5, lambda: f"empty_cache gave nothing back: {p.arena.ledger()}")
+    del graph
+    x = torch.ones(MIB, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        z = x * 3
+    graph.replay()
+    torch.cuda.synchronize()
+    equal(float(z[0]), 3.0, "a capture after it")
+
+
+@test()
 def growth_during_a_capture():
     """While one thread captures (global mode), another grows, frees and trims: the capture holds, both are right."""
     p = Parent(limit="16GiB")
@@ -312,6 +352,11 @@ def pool_segments_return():
     """Segments go back to the arena when their pool dies, and those of tensors that outlive it when these are gone."""
     p = Parent(limit="4GiB", replace=False)
     torch = p.torch
+
+    def reserved():
+        p.arena.trim()
+        return p.mine("reserved")
+
     with p.millpond.torch.pool() as made:
         gone = torch.ones(60 * MIB, dtype=torch.uint8, device="cuda")
         small = torch.ones(1000, dtype=torch.uint8, device="cuda")
@@ -325,12 +370,15 @@ def pool_segments_return():
     gc.collect()
     torch.cuda.empty_cache()
     until(lambda: p.mine("allocated") == 80 * MIB, 5, lambda: f"with its pool gone, and one tensor left: {p.mine('allocated')} of {before}")
+    # The lasting one's chunk is its own; another may be the smallest that there is.
+    until(lambda: reserved() <= (80 + 24) * MIB, 5, lambda: f"the arena has not got the others' chunks back: {p.mine('reserved')}")
     noise = torch.full((200 * MIB,), 9, dtype=torch.uint8, device="cuda")
     equal(int(lasting.sum(dtype=torch.int64)), 3 * 80 * MIB, "what outlives its pool")
     del lasting, noise
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     until(lambda: p.mine("allocated") == 0, 5, lambda: f"with its tensors gone too: {p.mine('allocated')}")
+    until(lambda: reserved() == 0, 5, lambda: f"still reserved: {p.mine('reserved')}")
     # Each segment that torch got it has freed, once: of a pool that is gone, on whatever thread.
     count = lambda: {key: p.millpond._native.control("stats", device=0)[f"allocation.all.{key}"] for key in ("allocated", "freed")}  # noqa: E731
     equal(count()["allocated"], count()["freed"], "calls of malloc and of free")
@@ -343,6 +391,7 @@ def pool_segments_return():
     gc.collect()
     torch.cuda.empty_cache()
     until(lambda: p.mine("allocated") == 0, 5, lambda: f"freed by other threads: {p.mine('allocated')}")
+    until(lambda: reserved() == 0, 5, lambda: f"still reserved after other threads' frees: {p.mine('reserved')}")
     check(count()["allocated"] > before_threads, "the pool got nothing")
     equal(count()["allocated"], count()["freed"], "calls of malloc and of free, with other threads")
     with p.millpond.torch.pool():
