@@ -10,6 +10,8 @@ import sys
 import tempfile
 import time
 
+import targets
+
 HERE = os.path.dirname(os.path.abspath(__file__))
 STAGES = "conformance micro contract bench demo stress torch pairs".split()
 #: Those that have no room beside the others on every machine, and the seconds that each needs: a whole run has them last, as far as that
@@ -56,6 +58,7 @@ def parse():
     parser.add_argument("--only", default=usual, help=f"stages, with commas between them (default {usual}, then, but for --quick, {apart} as far as there is time)")
     parser.add_argument("--carry", help="what pack.sh laid out (default .carry of this checkout)")
     parser.add_argument("--input", help="demo: a safetensors file (default: random tensors of a small model's shapes)")
+    parser.add_argument("--strict", action="store_true", help="exit code 1 where a target was missed, too")
     parser.add_argument("--fault", help="stress: break this on purpose (programs packed with CARGO_FLAGS='--features millpond-ipc/faults'); it must fail")
     parser.add_argument("--skip", help="torch: none of the tests whose names hold one of these")
     parser.add_argument("--match", help="torch: only the tests whose names hold one of these, with commas between them")
@@ -287,6 +290,7 @@ class Runner:
         return found
 
     def write(self):
+        self.results["missed"] = targets.judge(self.results)[0]
         path = os.path.join(self.options.out, "results.json")
         with open(path + ".new", "w") as file:
             json.dump(self.results, file, indent=1)
@@ -324,9 +328,23 @@ class Runner:
                 if left < 0:
                     break
                 lines.append("      " + line)
+        missed, lacking = targets.judge(self.results)
+        if lacking:
+            unjudged = f"targets without a figure: {', '.join(lacking)}"
+            self.log.write(unjudged + "\n")
+            lines += ["", unjudged if len(unjudged) <= WIDTH else unjudged[:WIDTH] + "…"]
+        lines += ["", *(f"MISSED  {sentence}" for sentence in missed)] if missed else []
         self.say("\n".join(lines))
-        self.say(f"==== {'all well' if not bad else f'{len(bad)} FAILED'}; results: {os.path.join(self.options.out, 'results.json')}")
-        return 1 if bad else 0
+        self.say(f"==== {verdict(bad, missed)}; results: {os.path.join(self.options.out, 'results.json')}")
+        return 1 if bad or (missed and self.options.strict) else 0
+
+
+def verdict(bad, missed):
+    """The summary's last words."""
+    if not missed:
+        return f"{len(bad)} FAILED" if bad else "all well"
+    targets_missed = f"{len(missed)} target{'s' if len(missed) > 1 else ''} missed: {'; '.join(missed)}"
+    return f"{len(bad)} FAILED; {targets_missed}" if bad else f"ran; {targets_missed}"
 
 
 def headline(stage, found):
