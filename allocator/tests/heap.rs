@@ -653,6 +653,9 @@ fn a_mapping_failure_is_reported() {
 #[test]
 fn statistics_are_those_of_a_mirror() {
     let (lab, mut dice, mut live, mut mirror) = (Lab::new(), Dice(11), Vec::new(), Stats::default());
+    // Chunks that came, and that went, so far.
+    let moved = || (lab.source.counts().chunks + lab.source.counts().returned, lab.source.counts().returned);
+    let mut at_reset = (0, 0);
     for turn in 0..4_000 {
         if live.is_empty() || dice.roll(5) < 3 && live.len() < 60 {
             let most = if dice.roll(2) == 0 { 3 * MIB } else { 200 * KIB };
@@ -683,6 +686,7 @@ fn statistics_are_those_of_a_mirror() {
         if turn == 2_000 {
             lab.heap.reset_peaks();
             lab.heap.reset_accumulated();
+            at_reset = moved();
             for pool in [&mut mirror.all, &mut mirror.small, &mut mirror.large] {
                 let fields = [&mut pool.allocation, &mut pool.allocated_bytes, &mut pool.requested_bytes];
                 for stat in fields.into_iter().chain([&mut pool.active, &mut pool.active_bytes]) {
@@ -694,6 +698,9 @@ fn statistics_are_those_of_a_mirror() {
             let mut stats = lab.heap.stats();
             assert_eq!(stats.all.reserved_bytes.current, lab.reserved());
             assert_eq!(stats.all.segment.current, lab.source.counts().chunks);
+            let (came, went) = moved();
+            assert_eq!((stats.all.segment.allocated, stats.all.segment.freed), (came - at_reset.0, went - at_reset.1));
+            assert_eq!(stats.growths, lab.source.counts().granted, "those of all its life");
             for pool in [&mut stats.all, &mut stats.small, &mut stats.large] {
                 (pool.segment, pool.reserved_bytes) = Default::default();
             }
@@ -708,6 +715,27 @@ fn statistics_are_those_of_a_mirror() {
     let split = regions.iter().filter(|region| region.blocks.len() > 1 || region.blocks[0].used);
     let gaps: Vec<u64> = split.flat_map(|region| &region.blocks).filter(|block| !block.used).map(|block| block.bytes).collect();
     assert_eq!((free, pieces), (gaps.iter().sum(), gaps.len() as u64));
+}
+
+#[test]
+fn each_chunk_counts_once_when_it_comes_and_once_when_it_goes() {
+    let lab = Lab::new();
+    let count = || {
+        let stats = lab.heap.stats();
+        (stats.all.segment.allocated, stats.all.segment.freed, stats.growths, stats.trims)
+    };
+    let blocks: Vec<_> = (0..20).map(|_| lab.alloc(CHUNK, Stream::LEGACY)).collect();
+    let large = lab.alloc(4 * CHUNK, Stream::LEGACY);
+    assert_eq!(count(), (24, 0, 21, 0), "a growth of four chunks is one growth");
+    blocks.into_iter().chain([large]).for_each(|block| lab.free(block));
+    assert_eq!(lab.heap.empty_cache(), 24 * CHUNK);
+    assert_eq!(count(), (24, 24, 21, 1));
+    let _kept = lab.alloc(CHUNK, Stream::LEGACY);
+    lab.heap.reset_accumulated();
+    assert_eq!(count(), (0, 0, 22, 1), "the ledger's and a replay's counts go on");
+    lab.touch(2 * CHUNK, Stream::LEGACY);
+    assert_eq!(lab.heap.empty_cache(), 2 * CHUNK);
+    assert_eq!(count(), (2, 2, 23, 2));
 }
 
 #[test]

@@ -253,7 +253,7 @@ class Scope:
     @property
     def growths(self):
         """How often more memory was asked of the owner."""
-        return self._get("num_device_alloc")
+        return self._get("growths")
 
     def __repr__(self):
         return (

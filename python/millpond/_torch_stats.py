@@ -36,7 +36,10 @@ def nested(flat):
 
 
 def _stats(device):
-    return nested(_native.control("stats", device=device))
+    flat = _native.control("stats", device=device)
+    # torch has no such key.
+    flat.pop("growths", None)
+    return nested(flat)
 
 
 def _of_pool(segments, pool):

@@ -60,7 +60,7 @@ def test_a_heap_is_drawn_a_character_a_page():
 
 SCOPES = """
 import json, millpond
-with millpond.Arena(limit="512MiB", driver="host") as arena:
+with millpond.Arena(limit="512MiB", driver="host", chunk_bytes="64MiB") as arena:
     keep = arena.empty((1 << 20,), "uint8", device="cpu")
     with arena.scope("outer", device="cpu") as outer:
         a = arena.empty((4 << 20,), "uint8", device="cpu")
@@ -71,6 +71,9 @@ with millpond.Arena(limit="512MiB", driver="host") as arena:
             pass
         left = arena.empty((1 << 20,), "uint8", device="cpu")
         del a
+    with arena.scope("grows", device="cpu") as grows:
+        arena.empty((192 << 20,), "uint8", device="cpu")
+    assert (outer.growths, grows.growths, grows.stats["num_device_alloc"]) == (0, 1, 3), grows.stats
     assert "2.0 MiB allocated" in arena.map("cpu")
     ledger = arena.ledger()
     seen = millpond.read_ledger(arena.socket, arena._key)

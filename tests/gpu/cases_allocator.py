@@ -157,6 +157,7 @@ def statistics_equal_a_mirror():
     torch.cuda.reset_accumulated_memory_stats()
     base = torch.cuda.memory_stats()
     b = lambda key: base[key]
+    equal((b("num_device_alloc"), b("num_device_free")), (0, 0), "chunks counted since the reset")
     rng, live, bytes_, peak, count, allocated = random.Random(5), [], 0, 0, 0, 0
     r = lambda n: (n + 511) // 512 * 512
     for _ in range(3000):
@@ -187,6 +188,20 @@ def statistics_equal_a_mirror():
     equal(p.mine("reserved"), s["reserved_bytes.all.current"], "the ledger's reserved")
     live.clear()
     equal(torch.cuda.memory_allocated(), b("allocated_bytes.all.current"), "after all are freed")
+
+    def segments(s):
+        there = s["segment.all.current"] - b("segment.all.current")
+        equal(s["num_device_alloc"] - s["num_device_free"], there, "segments that came less those that went")
+        return s["num_device_alloc"], s["num_device_free"]
+
+    came, went = segments(s)
+    large = empty(torch, GIB)
+    grown, _ = segments(torch.cuda.memory_stats())
+    check(grown >= came + 1, "a growth, but num_device_alloc is", grown, "and was", came)
+    del large
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    until(lambda: segments(torch.cuda.memory_stats())[1] > went, 3, lambda: f"num_device_free is {torch.cuda.memory_stats()['num_device_free']}")
 
 
 @test()

@@ -30,7 +30,8 @@ pub fn end_scope(number: u64) -> Option<Stats> {
     SCOPES.lock().1.remove(&number)
 }
 
-/// The counters by torch's names.
+/// The counters by torch's names, and `growths`, which torch has none of. A chunk is what torch calls a segment: each that is mapped
+/// counts as one allocation of the device's, each that went back as one free.
 #[must_use]
 pub fn counters(stats: &Stats) -> Map<String, Value> {
     let mut map = Map::new();
@@ -41,15 +42,17 @@ pub fn counters(stats: &Stats) -> Map<String, Value> {
         ("num_alloc_retries", stats.retries),
         ("num_ooms", stats.out_of_memory),
         ("num_sync_all_streams", 0),
-        ("num_device_alloc", stats.growths),
-        ("num_device_free", stats.trims),
+        ("num_device_alloc", stats.all.segment.allocated),
+        ("num_device_free", stats.all.segment.freed),
+        ("growths", stats.growths),
     ] {
         map.insert(name.to_owned(), value.into());
     }
     map
 }
 
-/// The flat dictionary of `torch.cuda.memory_stats`.
+/// The flat dictionary of `torch.cuda.memory_stats`, and `growths`. What `inactive_split` gained and lost in all stays 0: that would
+/// take words of its own in every malloc and free.
 #[must_use]
 pub fn flat(heap: &Heap) -> Map<String, Value> {
     let mut map = counters(&heap.stats());
@@ -142,6 +145,26 @@ mod tests {
 
     const MIB: u64 = 1 << 20;
     const CHUNK: u64 = 8 * MIB;
+
+    #[test]
+    fn the_device_s_allocations_and_frees_are_its_chunks_and_start_anew_with_the_totals() {
+        let platform = HostPlatform::new(HostConfig { total_bytes: Some(1 << 30), ..HostConfig::default() });
+        let (_, heap) = heap(&platform);
+        let names = ["num_device_alloc", "num_device_free", "segment.all.current", "growths"];
+        let count = || names.map(|name| flat(&heap)[name].as_u64().unwrap());
+        let blocks: Vec<u64> = (0..24).map(|_| heap.allocate(CHUNK, Stream::LEGACY).unwrap()).collect();
+        assert_eq!(count(), [24, 0, 24, 24]);
+        blocks[1..].iter().for_each(|block| heap.free(*block).unwrap());
+        heap.empty_cache();
+        assert_eq!(count(), [24, 23, 1, 24]);
+        heap.reset_accumulated();
+        assert_eq!(count(), [0, 0, 1, 24]);
+        let begin = heap.begin_scope();
+        heap.free(heap.allocate(3 * CHUNK, Stream::LEGACY).unwrap()).unwrap();
+        heap.empty_cache();
+        let scope = counters(&heap.end_scope(&begin));
+        assert_eq!(names.map(|name| scope[name].as_u64().unwrap()), [3, 3, 1, 1], "one growth of three chunks");
+    }
 
     fn heap(platform: &HostPlatform) -> (Arc<HostDriver>, Heap) {
         let driver = platform.driver(0).unwrap();

@@ -46,7 +46,7 @@ impl Heap {
     }
 
     /// Free pieces of chunks that are partly used, and their bytes: now, and at most since the last [`Heap::reset_peaks`]. A
-    /// block that is handed out again as it is was no free piece. Nothing is added up: totals are 0.
+    /// block that is handed out again as it is was no free piece. Nothing is added up, which would cost every call: totals are 0.
     #[must_use]
     pub fn inactive_split(&self) -> (Stat, Stat) {
         let inner = self.whole();
