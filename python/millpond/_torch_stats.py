@@ -96,13 +96,16 @@ _PATCHES = {
 
 
 def _with_what_is_at_hand(function):
-    """Free memory as this process sees it: what it gave back a moment ago is its own for the asking, and the driver's only later."""
+    """Free memory as this process sees it: what it gave back a moment ago is its own for the asking, and the driver's only later; what
+    lies beyond a limit, the arena's or its own, it cannot have."""
 
     def memory_info(device, *rest):
         free, total = function(device, *rest)
         index = device if isinstance(device, int) else getattr(device, "index", None)
         index = torch.cuda.current_device() if index is None else index
-        return min(total, free + _native.control("at_hand", device=index)["bytes"]), total
+        own = _native.control("at_hand", device=index)
+        room = total if own["room"] is None else own["room"]
+        return min(total, free + own["bytes"], room), total
 
     return memory_info
 

@@ -264,8 +264,8 @@ def test_statistics_are_refused_by_torch_without_the_patch_and_graph_trees_by_us
     assert len(said) == 2 and all('mode="reduce-overhead"' in line and 'mode="pool"' in line and "issue" not in line for line in said)
 
 
-def test_free_memory_counts_what_is_at_hand():
-    """ComfyUI's formula, right after empty_cache: what is free for the driver, and what torch has cached."""
+def test_free_memory_counts_what_is_at_hand_and_ends_at_the_limits():
+    """ComfyUI's formula, right after empty_cache: what is free for the driver, and what torch has cached; no more than may be reserved."""
     code = (
         GPU
         + """
@@ -273,15 +273,16 @@ import types
 from millpond import _torch_stats
 runtime = types.SimpleNamespace(cudaMemGetInfo=lambda device: (1000, 5000))
 torch._C._cudart, torch.cuda.cudart = runtime, lambda: runtime
-at_hand = {0: 300, 1: 4500}
-_native.control = lambda op, device: {"bytes": at_hand[device]} if op == "at_hand" else {}
+at_hand = {0: (300, None), 1: (4500, 10**12), 2: (300, 1299), 3: (300, 0)}
+_native.control = lambda op, device: dict(zip(("bytes", "room"), at_hand[device])) if op == "at_hand" else {}
 _torch_stats.install(); _torch_stats.install()
 print(torch.cuda.mem_get_info(0), torch.cuda.memory.mem_get_info(torch.device("cuda:1")))
+print(torch.cuda.mem_get_info(2), torch.cuda.mem_get_info(3))
 _torch_stats.uninstall()
 print(torch.cuda.mem_get_info(0))
 """
     )
-    assert run(code) == "(1300, 5000) (5000, 5000)\n(1000, 5000)"
+    assert run(code) == "(1300, 5000) (5000, 5000)\n(1299, 5000) (0, 5000)\n(1000, 5000)"
 
 
 def test_statistics_are_answered_from_our_counters_under_every_name():
@@ -291,7 +292,7 @@ def test_statistics_are_answered_from_our_counters_under_every_name():
 from millpond import _torch_stats
 from torch.cuda import memory_stats as bound_before
 flat = {"allocated_bytes.all.current": 1234, "allocated_bytes.all.peak": 5678, "reserved_bytes.all.current": 4096,
-        "reserved_bytes.all.peak": 8192, "num_ooms": 2, "allocation.all.current": 3, "active_bytes.all.current": 1234}
+        "reserved_bytes.all.peak": 8192, "num_device_alloc": 3, "growths": 1, "num_ooms": 2, "allocation.all.current": 3, "active_bytes.all.current": 1234}
 calls = []
 def control(op, **fields):
     calls.append((op, fields))
@@ -303,6 +304,7 @@ torch.cuda.device_count = lambda: 1
 for module in (torch.cuda, torch.cuda.memory):
     assert module.memory_allocated(0) == 1234 and module.max_memory_allocated(0) == 5678
     assert module.memory_reserved(0) == 4096 and module.max_memory_reserved(0) == 8192
+    assert module.memory_stats(0)["num_device_alloc"] == 3 and "growths" not in module.memory_stats(0)
     assert module.memory_stats(0)["num_ooms"] == 2 and module.memory_stats(0)["active_bytes.small_pool.peak"] == 0
     assert module.memory_stats_as_nested_dict(0)["allocation"]["all"]["current"] == 3
     module.reset_peak_memory_stats(0); module.reset_accumulated_memory_stats(0); module.reset_max_memory_allocated(0)

@@ -245,22 +245,31 @@ def _free_by_driver():
     return free.value
 
 
+def _free_by_comfyui(torch):
+    """ComfyUI's formula for free memory."""
+    s = torch.cuda.memory_stats(torch.device("cuda:0"))
+    return torch.cuda.mem_get_info()[0] + s["reserved_bytes.all.current"] - s["active_bytes.all.current"]
+
+
 @test(alone=True)
 def free_memory_by_comfyui():
     """ComfyUI's formula for free memory follows what is allocated, freed and given back, beside the driver's word and the ledger."""
-    p = Parent()
+    # A limit that is not in the way: what is compared is the driver's word.
+    p = Parent(limit="100%")
     torch = p.torch
     from millpond import _native
 
-    def formula():
-        s = torch.cuda.memory_stats(torch.device("cuda:0"))
-        return torch.cuda.mem_get_info()[0] + s["reserved_bytes.all.current"] - s["active_bytes.all.current"]
+    formula = lambda: _free_by_comfyui(torch)
 
     def compare(what):
         torch.cuda.synchronize()
-        by_us = lambda: _native.control("at_hand", device=0)["bytes"] + p.mine("reserved") - p.mine("allocated")
+
+        def by_us():
+            own = _native.control("at_hand", device=0)
+            return min(_free_by_driver() + own["bytes"], own["room"]) + p.mine("reserved") - p.mine("allocated")
+
         # What is at hand becomes the driver's, between two looks perhaps.
-        both = lambda: (formula(), _free_by_driver() + by_us())
+        both = lambda: (formula(), by_us())
         near = lambda found, expected: abs(found - expected) <= 64 * MIB
         until(lambda: near(*both()), 3, lambda: f"{what}: the formula's, and the driver's and the ledger's: {both()}")
         return formula()
@@ -276,6 +285,33 @@ def free_memory_by_comfyui():
     check(abs(start - compare("after empty_cache") - GIB) <= 128 * MIB)
     x.clear()
     check(abs(start - compare("with all freed")) <= 128 * MIB)
+
+
+@test(alone=True)
+def free_memory_by_comfyui_under_a_limit():
+    """The formula's number ends at the arena's limit, and at the process's own: a block of 90 % of it succeeds, none beyond it does."""
+    p = Parent(limit="4GiB")
+    torch = p.torch
+    one = torch.ones(8, device="cuda")
+
+    def fits(limit, what):
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        found = lambda: _free_by_comfyui(torch)
+        until(lambda: limit - 64 * MIB <= found() <= limit, 3, lambda: f"{what}: {limit} bytes at most, the formula says {found()}")
+        free = found()
+        raises(torch.OutOfMemoryError, empty, torch, limit + 64 * MIB)
+        x = empty(torch, free * 9 // 10)
+        left = found()
+        check(abs(left - (free - x.numel())) <= 64 * MIB, f"{what}: {left} are left of {free}")
+
+    fits(4 * GIB, "the arena's limit")
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction(2 * GIB / total)
+    fits(2 * GIB, "the process's own")
+    torch.cuda.set_per_process_memory_fraction(1.0)
+    fits(4 * GIB, "the arena's again")
+    equal(float(one.sum()), 8.0)
 
 
 NATIVE_KEYS = """
@@ -346,7 +382,7 @@ def empty_cache_gives_back():
     x = [empty(torch, GIB) for _ in range(4)]
     torch.cuda.synchronize()
     check(p.mine("reserved") >= 4 * GIB)
-    free = torch.cuda.mem_get_info()[0]
+    free, by_driver = torch.cuda.mem_get_info()[0], _free_by_driver()
     x.clear()
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
@@ -358,7 +394,7 @@ def empty_cache_gives_back():
     from millpond import _torch_stats
 
     _torch_stats.uninstall()
-    later = until(lambda: torch.cuda.mem_get_info()[0] - free >= 3.5 * GIB, 3, lambda: torch.cuda.mem_get_info())
+    later = until(lambda: torch.cuda.mem_get_info()[0] - by_driver >= 3.5 * GIB, 3, lambda: torch.cuda.mem_get_info())
     _torch_stats.install()
     return {"ms_until_all_back": round(seconds * 1e3, 2), "free_grew_GiB": round(at_once / GIB, 2), "the_driver_s_after_ms": round(later * 1e3, 1)}
 

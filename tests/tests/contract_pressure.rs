@@ -6,7 +6,7 @@ mod common;
 use common::{block, eventually, link, outgoing, plainly, tree, Arena, Worker, BOUND, MIB};
 use millpond_allocator::driver::Stream;
 use millpond_allocator::heap::HeapError;
-use millpond_ipc::client::{Error, Place};
+use millpond_ipc::client::{Client, Error, Options, Place};
 use millpond_ipc::owner::Config;
 use std::sync::Barrier;
 use std::time::{Duration, Instant};
@@ -32,11 +32,49 @@ fn what_was_given_back_a_moment_ago_is_at_hand_and_then_the_drivers() {
     assert_eq!(client.at_hand(Place::Ordinal(7)), 0, "no such device");
 }
 
+/// ComfyUI's formula, what may be reserved and what is cached, is what can be allocated, to the byte.
+#[test]
+fn the_room_is_what_the_least_of_the_limits_leaves() {
+    let arena = Arena::with(256 * MIB, 16 * MIB);
+    let other = arena.client("other");
+    let held = other.heap(Place::Host).unwrap().allocate(64 * MIB, Stream::LEGACY).unwrap();
+    for (own, fraction, expected) in
+        [(None, u64::MAX, 192), (Some(96 * MIB), u64::MAX, 96), (Some(96 * MIB), 48 * MIB, 48), (None, 304 * MIB, 192)]
+    {
+        let client = Client::attach(&Options { limit: own, ..arena.options("limited") }).unwrap();
+        let expected = expected * MIB;
+        assert_eq!(client.room(Place::Host), Some(own.unwrap_or(192 * MIB)), "before the device is in use");
+        let heap = client.heap(Place::Host).unwrap();
+        heap.set_limit(fraction);
+        let formula = || client.room(Place::Host).unwrap() + heap.reserved_bytes() - heap.stats().all.active_bytes.current;
+        assert_eq!(formula(), expected);
+        let kept = heap.allocate(16 * MIB, Stream::LEGACY).unwrap();
+        let freed = heap.allocate(16 * MIB, Stream::LEGACY).unwrap();
+        heap.free(freed).unwrap();
+        assert_eq!((formula(), heap.reserved_bytes()), (expected - 16 * MIB, 32 * MIB), "cached");
+        heap.empty_cache();
+        assert_eq!(heap.reserved_bytes(), 16 * MIB);
+        // On its way to the owner, or there.
+        assert_eq!(formula(), expected - 16 * MIB, "given back");
+        let mut blocks = vec![kept];
+        while let Ok(block) = heap.allocate(16 * MIB, Stream::LEGACY) {
+            blocks.push(block);
+        }
+        assert_eq!((blocks.len() as u64 * 16 * MIB, formula()), (expected, 0), "{own:?} {fraction}");
+        blocks.into_iter().for_each(|block| heap.free(block).unwrap());
+        drop(heap);
+        client.detach();
+        arena.settles_at(64 * MIB);
+    }
+    other.heap(Place::Host).unwrap().free(held).unwrap();
+    assert_eq!(other.room(Place::Ordinal(7)), None, "no such device");
+}
+
 #[test]
 fn sixty_four_clients_race_for_the_last_gib() {
     let arena = Arena::with(1 << 30, 16 * MIB);
     let clients: Vec<_> = (0..64).map(|n| arena.client(&format!("c{n}"))).collect();
-    assert!(matches!(millpond_ipc::client::Client::attach(&arena.options("one too many")), Err(Error::Refused(_))));
+    assert!(matches!(Client::attach(&arena.options("one too many")), Err(Error::Refused(_))));
     let start = Barrier::new(64);
     let got: u64 = std::thread::scope(|scope| {
         let racers: Vec<_> = clients

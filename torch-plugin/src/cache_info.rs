@@ -9,6 +9,7 @@ use std::ffi::{c_void, CStr};
 use std::panic::catch_unwind;
 
 use crate::state;
+use crate::tensor::place;
 
 /// Slots that are looked at. The class has some fifty.
 const SLOTS: usize = 96;
@@ -25,13 +26,19 @@ fn symbol(name: &CStr) -> *mut c_void {
     }
 }
 
-/// `CUDAPluggableAllocator::cacheInfo(device, &largest)`: the largest block that malloc would find now.
+/// The largest block that malloc would find on a device now: a free one, or what could be reserved, as far as the driver has it free or
+/// it is at hand, and the limits go. `None` where there is no heap.
+#[must_use]
+pub fn largest_block(device: i32) -> Option<u64> {
+    let (heap, client) = (state::heap(device).ok()?, state::client().ok()?);
+    let free = heap.driver().mem_info().map_or(0, |info| info.free).saturating_add(client.at_hand(place(device)));
+    let reservable = client.room(place(device)).map_or(free, |room| free.min(room));
+    Some(heap.largest_free().max(reservable))
+}
+
+/// `CUDAPluggableAllocator::cacheInfo(device, &largest)`.
 unsafe extern "C" fn cache_info(_this: *mut c_void, device: i8, largest: *mut usize) {
-    let found = catch_unwind(|| {
-        let heap = state::heap(i32::from(device)).ok()?;
-        let free = heap.driver().mem_info().map_or(0, |info| info.free);
-        Some(heap.largest_free().max(free.min(heap.limit())))
-    });
+    let found = catch_unwind(|| largest_block(i32::from(device)));
     if !largest.is_null() {
         // SAFETY: torch passes the address of a size_t.
         unsafe { *largest = found.ok().flatten().unwrap_or(0) as usize };

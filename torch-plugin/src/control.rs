@@ -51,10 +51,10 @@ pub extern "C" fn millpond_version() -> *const c_char {
 /// | policy | channel, kill_stopped_after_ms (absent: only reported) | {}: what is done with the process at the other end if it stops; for a parent |
 /// | kill | channel, waited_ms (since the cancel of its call) | {}: the owner kills it, by its pidfd; for a parent |
 /// | ledger; read_ledger | ; socket, key | the ledger |
-/// | stats, reset_peak_stats, reset_accumulated_stats, snapshot | device | torch's memory_stats, {}, {}, memory_snapshot |
+/// | stats, reset_peak_stats, reset_accumulated_stats, snapshot | device | torch's memory_stats and growths, {}, {}, memory_snapshot |
 /// | begin_scope; end_scope | device; device, scope | scope; the counters of `stats` since then, allocated and freed from zero |
 /// | trim, get_fraction, set_fraction | device; fraction | bytes; fraction; {} |
-/// | at_hand | device | bytes: given back a moment ago, not free for the driver yet, this process's for the asking |
+/// | at_hand | device | bytes: given back a moment ago, not free for the driver yet, this process's for the asking; room: what its limits (the arena's, its own, a fraction) leave it to reserve, null where the owner does not serve the device |
 /// | context_events | device (absent: every one, those not in use yet too), allowed: not where graphs are captured that the hooks do not tell of | {} |
 /// | counters | | messages, tensors, copies and socket bytes so far; leases, imported_bytes, foreign_frees |
 /// | listen | | {}: from here on growths that do not fit are told of (a parent, everybody's; else its own refusals), and deaths |
@@ -155,7 +155,10 @@ fn run(op: Op) -> Result<Value> {
             with_heap(device, |heap| Value::Object(stats::counters(&heap.end_scope(&begin))), || json!({}))?
         }
         Op::Trim { device } => with_heap(device, |heap| json!({ "bytes": heap.empty_cache() }), || json!({ "bytes": 0 }))?,
-        Op::AtHand { device } => json!({ "bytes": state::client()?.at_hand(place(device)) }),
+        Op::AtHand { device } => {
+            let (client, place) = (state::client()?, place(device));
+            json!({ "bytes": client.at_hand(place), "room": client.room(place) })
+        }
         Op::SetFraction { device, fraction } => {
             let heap = state::client()?.heap(place(device))?;
             heap.set_limit(torch::limit_of(fraction, heap.driver().device().total_bytes));

@@ -4,6 +4,7 @@
 use std::ffi::{c_void, CString};
 use std::ptr::null;
 
+use millpond_torch::cache_info::largest_block;
 use millpond_torch::control::millpond_control;
 use millpond_torch::error::millpond_string_free;
 use millpond_torch::segments;
@@ -116,6 +117,19 @@ fn captures_are_known_from_begin_to_end_and_segments_from_malloc_to_free() {
         }
     });
     assert_eq!((segments::any(), counts()), (false, [allocated + 20, freed + 20, 0]));
+
+    // What torch is told of free memory ends at the limits: the arena's 64 MiB, then a fraction.
+    let at_hand = || control(r#"{"op": "at_hand", "device": -1}"#)["room"].as_u64().unwrap() >> 20;
+    let largest = || largest_block(HOST).unwrap() >> 20;
+    control(r#"{"op": "trim", "device": -1}"#);
+    assert_eq!((at_hand(), largest()), (64, 64));
+    state::heap(HOST).unwrap().set_limit(48 << 20);
+    assert_eq!((at_hand(), largest()), (48, 48));
+    let half = millpond_pool_malloc(32 << 20, HOST, stream(0));
+    assert_eq!((at_hand(), largest()), (16, 16));
+    millpond_free(half, 32 << 20, HOST, stream(0));
+    assert_eq!((at_hand(), largest()), (16, 32), "a free block");
+    assert_eq!(control(r#"{"op": "at_hand", "device": 40}"#).to_string(), r#"{"bytes":0,"room":null}"#, "no such device");
     control(r#"{"op": "detach"}"#);
     control(r#"{"op": "stop_inline"}"#);
 }

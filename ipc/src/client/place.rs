@@ -8,6 +8,7 @@ use millpond_allocator::heap::Heap;
 use super::device::Device;
 use super::error::Error;
 use super::Client;
+use crate::control::GrantRow;
 use crate::wire::DeviceGrant;
 
 /// Where bytes are, as the caller names it.
@@ -115,10 +116,30 @@ impl Client {
     /// their way to the owner. 0 where the device is not in use.
     #[must_use]
     pub fn at_hand(&self, place: Place) -> u64 {
-        let Some(opened) = self.device(place).ok().and_then(Device::if_open) else { return 0 };
-        let row = self.shared.control.grant(self.shared.me, opened.index).and_then(|cell| cell.read()).unwrap_or_default();
-        let on_the_way = row.reserved.saturating_sub(row.adopted).saturating_sub(opened.heap.reserved_bytes());
-        row.spare.saturating_add(on_the_way)
+        let Some(device) = self.device(place).ok().filter(|device| device.if_open().is_some()) else { return 0 };
+        let row = self.share_of(device).unwrap_or_default();
+        row.spare.saturating_add(on_the_way(device, &row))
+    }
+
+    /// What its limits leave this process to reserve of a device now, whatever the driver has free: the least of what is left of the
+    /// arena's (all clients draw on it), of this client's own and of the heap's ([`Heap::set_limit`]). `None` for a device that the
+    /// owner does not serve. A look at the control memory, no message.
+    #[must_use]
+    pub fn room(&self, place: Place) -> Option<u64> {
+        let device = self.device(place).ok()?;
+        // The owner writes the client's row first: read last, a trim between the two is not counted twice.
+        let arena = self.shared.control.device(device.grant.index).and_then(|cell| cell.read());
+        let share = self.share_of(device).unwrap_or_default();
+        let coming = on_the_way(device, &share);
+        let left = |limit: u64, reserved: u64| limit.saturating_add(coming).saturating_sub(reserved);
+        let by_arena = arena.map_or(u64::MAX, |row| left(row.limit, row.reserved));
+        let by_client = if share.limit > 0 { left(share.limit, share.reserved.saturating_add(share.retired)) } else { u64::MAX };
+        let by_heap = device.if_open().map_or(u64::MAX, |opened| opened.heap.limit().saturating_sub(opened.heap.reserved_bytes()));
+        Some(by_arena.min(by_client).min(by_heap))
+    }
+
+    fn share_of(&self, device: &Device) -> Option<GrantRow> {
+        self.shared.control.grant(self.shared.me, device.grant.index)?.read()
     }
 
     /// The driver of a device; opens the device at first use.
@@ -147,6 +168,11 @@ impl Client {
         }
         Located::Foreign
     }
+}
+
+/// What a heap has given up and the owner has not heard of yet.
+fn on_the_way(device: &Device, share: &GrantRow) -> u64 {
+    device.if_open().map_or(0, |opened| share.reserved.saturating_sub(share.adopted).saturating_sub(opened.heap.reserved_bytes()))
 }
 
 /// For tests and tools: the default stream where a device is a GPU, none on the host.
