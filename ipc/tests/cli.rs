@@ -215,7 +215,7 @@ fn what_is_wrong_is_said_in_one_line() {
     let refused = |field: &str| FromOwner::Refused { refused: Refusal { field: field.into(), expected: "2".into(), found: "1".into() } };
     let (_a, other_version) = impostor(refused("protocol"), None);
     let (_b, other_user) = impostor(refused("user"), None);
-    let welcome = Welcome { client: 0, serial: 0, token: String::new(), owner_pid: 1, devices: Vec::new(), fds: 1 };
+    let welcome = Welcome { client: 0, serial: 0, token: String::new(), owner_pid: 1, pid_namespace: None, devices: Vec::new(), fds: 1 };
     let (_c, truncated) = impostor(FromOwner::Welcome { welcome }, Some(4096));
     for command in [["ledger"].as_slice(), &["explain", "1G"], &["map"], &["metrics"], &["ledger", "--svg", "/dev/null"]] {
         let (code, line) = complaint(&at("/no/such/socket", command));

@@ -87,7 +87,7 @@ fn connected(behind: &[FromOwner]) -> (Arc<Link>, Owner) {
         capabilities: Vec::new(),
         fds: 0,
     };
-    let welcome = Welcome { client: 1, serial: 1, token: String::new(), owner_pid: 1, devices: Vec::new(), fds: 0 };
+    let welcome = Welcome { client: 1, serial: 1, token: String::new(), owner_pid: 1, pid_namespace: None, devices: Vec::new(), fds: 0 };
     thread::scope(|scope| {
         let owner = scope.spawn(|| {
             let (mut stream, mut reader) = (listener.accept().unwrap().0, FrameReader::default());

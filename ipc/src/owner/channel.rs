@@ -1,12 +1,14 @@
 //! Channels between clients: the owner makes a pair of sockets when two clients ask for each other, and keeps neither end.
 
+use std::os::fd::OwnedFd;
 use std::time::{Duration, Instant};
 
+use rustix::io::Errno;
 use rustix::net::{socketpair, AddressFamily, SocketFlags, SocketType};
 
 use super::calls::KEPT_CALLS;
 use super::Owner;
-use crate::wire::{Answer, Reason};
+use crate::wire::{Answer, Peer, Reason};
 
 /// The longest that a request is kept: more is taken as this.
 const LONGEST: Duration = Duration::from_secs(366 * 24 * 3600);
@@ -22,6 +24,9 @@ pub(super) struct Pending {
     bound: Option<u64>,
     pub(super) deadline: Instant,
 }
+
+/// A client, and what it is given of a channel.
+type End = (Peer, Vec<OwnedFd>);
 
 impl Owner {
     pub(super) fn accept(&mut self, slot: u32, call_id: u64, timeout_ms: u64) {
@@ -85,18 +90,27 @@ impl Owner {
     fn join(&mut self, a: &Pending, b: &Pending) {
         self.call_over(a.slot);
         self.call_over(b.slot);
-        let pair = socketpair(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None);
-        let peers = self.client(a.slot).map(super::Client::peer).zip(self.client(b.slot).map(super::Client::peer));
-        let ((end_a, end_b), (peer_a, peer_b)) = match (pair, peers) {
-            (Ok(pair), Some(peers)) => (pair, peers),
-            (pair, _) => {
-                let message = pair.err().map_or_else(String::new, |error| format!("no channel: {error}"));
-                self.refuse(a.slot, a.call_id, Reason::Internal, message.clone());
-                return self.refuse(b.slot, b.call_id, Reason::Internal, message);
+        match self.ends(a.slot, b.slot) {
+            Ok(((peer_a, fds_a), (peer_b, fds_b))) => {
+                self.answer(a.slot, a.call_id, Answer::Channel { peer: peer_b }, fds_a);
+                self.answer(b.slot, b.call_id, Answer::Channel { peer: peer_a }, fds_b);
             }
-        };
-        self.answer(a.slot, a.call_id, Answer::Channel { peer: peer_b }, vec![end_a]);
-        self.answer(b.slot, b.call_id, Answer::Channel { peer: peer_a }, vec![end_b]);
+            Err(error) => {
+                let message = format!("no channel: {error}");
+                self.refuse(a.slot, a.call_id, Reason::Internal, message.clone());
+                self.refuse(b.slot, b.call_id, Reason::Internal, message);
+            }
+        }
+    }
+
+    /// Two clients, and for each its end of a new channel and a pidfd of the other.
+    fn ends(&self, a: u32, b: u32) -> Result<(End, End), Errno> {
+        let (a, b) = self.client(a).zip(self.client(b)).ok_or(Errno::SRCH)?;
+        let (end_a, end_b) = socketpair(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None)?;
+        let (mut fds_a, mut fds_b) = (vec![end_a], vec![end_b]);
+        fds_a.extend(Self::duplicates([&b.pidfd])?);
+        fds_b.extend(Self::duplicates([&a.pidfd])?);
+        Ok(((a.peer(), fds_a), (b.peer(), fds_b)))
     }
 
     /// Answers requests whose time is up.

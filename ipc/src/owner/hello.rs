@@ -142,8 +142,8 @@ impl Owner {
             name: hello.name.chars().filter(|c| !c.is_control()).take(NAME_LIMIT).collect(),
             role: hello.role,
             pid,
-            // A number that is another namespace's means another process here, or none.
-            start_time: if who.pid == 0 { 0 } else { process::stat(pid).map_or(0, |stat| stat.start_time) },
+            // A number that is another namespace's, or not that of the `/proc` here, means another process there, or none.
+            start_time: process::stat(who.pid).filter(|_| process::process_of(&pidfd) == Some(who.pid)).map_or(0, |stat| stat.start_time),
             windows,
             link,
             pidfd,
@@ -187,7 +187,8 @@ impl Owner {
             handle_kind: self.config.handle_kind.name().to_owned(),
         };
         let devices = (0..).zip(&self.estate.devices).map(grant).collect();
-        Welcome { client, serial, token: self.token_text(), owner_pid: std::process::id(), devices, fds: 1 }
+        let (owner_pid, pid_namespace) = (std::process::id(), process::pid_namespace());
+        Welcome { client, serial, token: self.token_text(), owner_pid, pid_namespace, devices, fds: 1 }
     }
 
     /// A free slot, the one that was used longest ago: late readers of a dead client's timelines still find it poisoned.

@@ -24,7 +24,7 @@ mod listen;
 mod liveness;
 mod place;
 mod policy;
-mod process;
+pub(crate) mod process;
 mod rows;
 mod share;
 mod spares;

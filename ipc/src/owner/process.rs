@@ -2,6 +2,7 @@
 #![allow(unsafe_code)] // SO_PEERPIDFD has no safe wrapper yet, that of SO_PEERCRED knows no pid 0
 
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
+use std::os::unix::fs::MetadataExt;
 
 use rustix::io::Errno;
 use rustix::process::{pidfd_open, Pid, PidfdFlags};
@@ -42,28 +43,33 @@ pub(super) fn peer_pidfd(socket: BorrowedFd<'_>) -> Option<OwnedFd> {
 }
 
 /// A pidfd of a process by its id.
-pub(super) fn pidfd_of(pid: u32) -> Result<OwnedFd, Errno> {
+pub(crate) fn pidfd_of(pid: u32) -> Result<OwnedFd, Errno> {
     let pid = i32::try_from(pid).ok().and_then(Pid::from_raw).ok_or(Errno::SRCH)?;
     pidfd_open(pid, PidfdFlags::empty())
 }
 
 /// The process that a descriptor is a pidfd of: `None` for another kind of file, `Some(0)` for one that cannot be seen from here.
-pub(super) fn process_of(fd: impl AsFd) -> Option<u32> {
+pub(crate) fn process_of(fd: impl AsFd) -> Option<u32> {
     let text = std::fs::read_to_string(format!("/proc/self/fdinfo/{}", fd.as_fd().as_raw_fd())).ok()?;
     let pid: i64 = text.lines().find_map(|line| line.strip_prefix("Pid:"))?.trim().parse().ok()?;
     Some(u32::try_from(pid).unwrap_or(0))
 }
 
+/// The inode of this process's PID namespace: two that live at a time never have the same.
+pub(crate) fn pid_namespace() -> Option<u64> {
+    Some(std::fs::metadata("/proc/self/ns/pid").ok()?.ino())
+}
+
 /// What `/proc/PID/stat` says.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub(super) struct Stat {
+pub(crate) struct Stat {
     /// `R`, `S`, `T` …
     pub(super) state: u8,
     /// When it began, in clock ticks since boot.
-    pub(super) start_time: u64,
+    pub(crate) start_time: u64,
 }
 
-pub(super) fn stat(pid: u32) -> Option<Stat> {
+pub(crate) fn stat(pid: u32) -> Option<Stat> {
     parse_stat(&std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?)
 }
 

@@ -103,6 +103,9 @@ pub struct Welcome {
     pub token: String,
     /// The owner's process id.
     pub owner_pid: u32,
+    /// The inode of the owner's PID namespace, where it can see it: in that one the numbers of processes in the control memory are good.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub pid_namespace: Option<u64>,
     /// The owner's devices.
     pub devices: Vec<DeviceGrant>,
     /// Descriptors with this frame.
@@ -255,13 +258,13 @@ pub enum Request {
         /// Their epochs.
         epochs: Vec<u64>,
     },
-    /// The parent waits for the next worker's channel. Answer: [`Answer::Channel`], with its socket.
+    /// The parent waits for the next worker's channel. Answer: [`Answer::Channel`], with its socket and a pidfd of its peer.
     Accept {
         /// How long the owner may keep the request, in milliseconds.
         timeout_ms: u64,
     },
-    /// A channel to another client. Answer: [`Answer::Channel`], with its socket. The other end is given to the peer: to a
-    /// parent at its next [`Request::Accept`], to any other by the same, matched by who asks.
+    /// A channel to another client. Answer: [`Answer::Channel`], with its socket and a pidfd of its peer. The other end is given to
+    /// the peer: to a parent at its next [`Request::Accept`], to any other by the same, matched by who asks.
     Connect {
         /// `"parent"`, a client's name, or its slot as a number in text.
         peer: String,
@@ -316,7 +319,7 @@ pub enum Answer {
     Released { bytes: u64, retired: u64 },
     /// A window's client, device index and size.
     Window { window: u32, device: u32, bytes: u64, peer: Peer },
-    /// A channel; its socket is beside it.
+    /// A channel; its socket is beside it, and behind that a pidfd of the peer.
     Channel { peer: Peer },
     /// The ledger, as JSON.
     Ledger { ledger: serde_json::Value },

@@ -31,7 +31,8 @@ fn welcome() -> Welcome {
         window_bytes: 1 << 30,
         handle_kind: "posix_fd".to_owned(),
     };
-    Welcome { client: 0, serial: 1, token: "0".repeat(32), owner_pid: std::process::id(), devices: vec![grant], fds: 1 }
+    let owner_pid = std::process::id();
+    Welcome { client: 0, serial: 1, token: "0".repeat(32), owner_pid, pid_namespace: None, devices: vec![grant], fds: 1 }
 }
 
 fn corpus() -> Vec<Value> {

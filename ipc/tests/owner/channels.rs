@@ -9,7 +9,7 @@ use crate::raw::*;
 
 fn channel((answer, mut fds): (Answer, Vec<OwnedFd>)) -> (Peer, OwnedFd) {
     match answer {
-        Answer::Channel { peer } => (peer, fds.pop().unwrap()),
+        Answer::Channel { peer } => (peer, fds.remove(0)),
         other => panic!("{other:?}"),
     }
 }

@@ -2,6 +2,7 @@
 
 use std::fmt::Write as _;
 use std::os::fd::BorrowedFd;
+use std::os::unix::fs::MetadataExt;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -149,8 +150,9 @@ fn a_values_life() -> (String, String) {
 fn a_whole_conversation() {
     let served = Served::start(config());
     let pid = format!("pid\":{}", std::process::id());
-    let mut t =
-        Transcript { text: String::new(), replace: vec![(served.key.clone(), "KEY"), (pid, "pid\":PID"), (LAYOUT.to_string(), "LAYOUT")] };
+    let namespace = std::fs::metadata("/proc/self/ns/pid").unwrap().ino().to_string();
+    let replace = vec![(served.key.clone(), "KEY"), (pid, "pid\":PID"), (LAYOUT.to_string(), "LAYOUT"), (namespace, "NAMESPACE")];
+    let mut t = Transcript { text: String::new(), replace };
     let mut parent = t.hello(&served, "main", Role::Parent);
     let mut worker = t.hello(&served, "denoiser", Role::Worker);
 
