@@ -5,7 +5,7 @@ mod common;
 
 use std::time::Duration;
 
-use common::{eventually, fds_of, is_all, link, plainly, send_late, tree, Arena, BOUND, MIB};
+use common::{eventually, fds_of, is_all, link, plainly, send_late, tree, wait_for, Arena, BOUND, MIB};
 use millpond_ipc::client::{Client, Error, Options, Place};
 use millpond_ipc::wire::Role;
 
@@ -223,8 +223,13 @@ fn a_worker_is_killed_and_started_again_a_hundred_times() {
         }
     }
     eventually("the last is gone", || arena.row("b").is_none());
-    let after = (a.number("fds"), a.number("vm"), fds_of(arena.owner.pid()));
-    assert!(after.0 <= before.0 && after.1 <= before.1 + 4096 && after.2 <= before.2, "{before:?}, then {after:?}");
+    let mut after = (0, 0, 0);
+    // a hears of the last death a moment later, and keeps its pidfd until then.
+    let no_more = wait_for(|| {
+        after = (a.number("fds"), a.number("vm"), fds_of(arena.owner.pid()));
+        after.0 <= before.0 && after.1 <= before.1 + 4096 && after.2 <= before.2
+    });
+    assert!(no_more, "{before:?}, then {after:?}");
 }
 
 #[test]

@@ -3,12 +3,13 @@
 use std::collections::HashMap;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd, RawFd};
 use std::sync::atomic::{fence, AtomicBool, AtomicU64, Ordering};
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use millpond_allocator::window::Epochs;
 use millpond_allocator::Few;
 use parking_lot::Mutex;
+use rustix::event::{poll, PollFd, PollFlags, Timespec};
 use rustix::net::{shutdown, Shutdown};
 use serde::{Deserialize, Serialize};
 use serde_json::value::RawValue;
@@ -16,6 +17,7 @@ use serde_json::value::RawValue;
 use super::error::Error;
 use super::lease::HoldRef;
 use super::policy::cause_of;
+use super::wake::has_ended;
 use crate::control::{Control, HoldState, HoldWord, Tier, MAX_CLIENTS};
 use crate::wire::{epochs, send_frame, FrameError, FrameReader, Peer};
 
@@ -95,25 +97,78 @@ fn read(frame: &[u8]) -> Result<Frame, String> {
     serde_json::from_str(text).map_err(|error| error.to_string())
 }
 
-/// The channels of one client, and what is left over when one ends.
+/// The open channels to one peer.
+#[derive(Debug, Default)]
+struct Open {
+    count: usize,
+    /// Our ends of those that were taken.
+    sockets: Vec<Weak<OwnedFd>>,
+    /// Its death was told.
+    dead: bool,
+}
+
+/// Whether nobody has the other end of a socket any more, or it was shut down.
+fn has_hung_up(socket: &OwnedFd) -> bool {
+    let mut fds = [PollFd::new(socket, PollFlags::empty())];
+    let looked = poll(&mut fds, Some(&Timespec { tv_sec: 0, tv_nsec: 0 }));
+    looked.is_ok() && fds.iter().any(|fd| fd.revents().contains(PollFlags::HUP))
+}
+
+/// The channels of one client, whom they are to, and what is left over when one ends.
 #[derive(Debug)]
 pub(super) struct Office {
     control: Arc<Control>,
     me: u32,
     pid: u32,
     /// Open channels by the peer's serial.
-    open: Mutex<HashMap<u64, usize>>,
+    open: Mutex<HashMap<u64, Open>>,
+    /// Pidfds of those that this client has or had a channel with or imports from, by serial: for when there is no owner any more.
+    pidfds: Mutex<HashMap<u64, Arc<OwnedFd>>>,
 }
 
 impl Office {
     pub(super) fn new(control: Arc<Control>, me: u32) -> Self {
-        Self { control, me, pid: std::process::id(), open: Mutex::default() }
+        Self { control, me, pid: std::process::id(), open: Mutex::default(), pidfds: Mutex::default() }
     }
 
     /// The owner has made a channel. Noted where that is read, so before its peer's death, which the owner says later: what the dead one
     /// has sent over it is still to be received.
     pub(super) fn opened(&self, peer: &Peer) {
-        *self.open.lock().entry(peer.serial).or_default() += 1;
+        self.open.lock().entry(peer.serial).or_default().count += 1;
+    }
+
+    /// Its end is in somebody's hands.
+    fn taken(&self, peer: &Peer, socket: &Arc<OwnedFd>) {
+        let mut open = self.open.lock();
+        let sockets = &mut open.entry(peer.serial).or_default().sockets;
+        sockets.retain(|socket| socket.strong_count() > 0);
+        sockets.push(Arc::downgrade(socket));
+    }
+
+    /// Notes a client's process.
+    pub(super) fn know(&self, serial: u64, pidfd: Arc<OwnedFd>) {
+        self.pidfds.lock().insert(serial, pidfd);
+    }
+
+    pub(super) fn forget(&self, serial: u64) {
+        self.pidfds.lock().remove(&serial);
+    }
+
+    pub(super) fn pidfd(&self, serial: u64) -> Option<Arc<OwnedFd>> {
+        self.pidfds.lock().get(&serial).cloned()
+    }
+
+    /// Whether somebody has the other end of a channel to a client: itself, or a child that it forked.
+    pub(super) fn is_held(&self, serial: u64) -> bool {
+        let sockets: Vec<_> = self.open.lock().get(&serial).map(|open| open.sockets.clone()).unwrap_or_default();
+        sockets.iter().filter_map(Weak::upgrade).any(|socket| !has_hung_up(&socket))
+    }
+
+    /// Whether GPU work of a client that was poisoned may run on, for a child that it forked. Of one whose process lives it does not: it
+    /// poisoned itself, for its context is dead.
+    pub(super) fn may_run_on(&self, serial: u64) -> bool {
+        let lives = self.pidfd(serial).is_some_and(|pidfd| !has_ended(&pidfd));
+        !lives && self.is_held(serial)
     }
 
     /// A channel has ended: what came on it and was not received never will be.
@@ -127,19 +182,20 @@ impl Office {
                 record.decline(hold.generation, self.me as u8);
             }
         }
-        let last = {
+        let (last, dead) = {
             let mut open = self.open.lock();
-            let left = open.get(&peer.serial).map_or(0, |count| count - 1);
-            if left == 0 {
-                open.remove(&peer.serial);
-            } else {
-                open.insert(peer.serial, left);
+            match open.get_mut(&peer.serial) {
+                Some(channels) if channels.count > 1 => {
+                    channels.count -= 1;
+                    (false, channels.dead)
+                }
+                _ => (true, open.remove(&peer.serial).is_some_and(|channels| channels.dead)),
             }
-            left == 0
         };
-        // Its slot may be another's by now: then what comes from there has nothing to do with this.
+        // Its slot may be another's by now: then what comes from there has nothing to do with this. Where there is no owner, nobody writes
+        // into its row that it is dead.
         let row = self.control.row_of(peer.client, peer.serial);
-        if last && row.is_some_and(|row| broken || row.is_dead()) {
+        if last && row.is_some_and(|row| broken || dead || row.is_dead()) {
             self.drop_unread(peer);
         }
         self.control.changes().note();
@@ -147,10 +203,12 @@ impl Office {
 
     /// A client is dead: what it had begun to send and nobody will finish ends, unless a channel is still to be read.
     pub(super) fn died(&self, peer: &Peer) {
-        if !self.open.lock().contains_key(&peer.serial) {
-            self.drop_unread(peer);
-            self.control.changes().note();
+        if let Some(channels) = self.open.lock().get_mut(&peer.serial) {
+            channels.dead = true;
+            return;
         }
+        self.drop_unread(peer);
+        self.control.changes().note();
     }
 
     /// Ends every hold that a sender made for this client and that was not taken up.
@@ -174,7 +232,7 @@ impl Office {
 /// One end of a channel. Dropping it closes it.
 #[derive(Debug)]
 pub struct Channel {
-    socket: OwnedFd,
+    socket: Arc<OwnedFd>,
     peer: Arc<Peer>,
     office: Arc<Office>,
     reader: Mutex<FrameReader>,
@@ -190,6 +248,8 @@ pub struct Channel {
 impl Channel {
     /// Of a channel that [`Office::opened`] was told of.
     pub(super) fn new(socket: OwnedFd, peer: Peer, office: Arc<Office>) -> Self {
+        let socket = Arc::new(socket);
+        office.taken(&peer, &socket);
         Self {
             socket,
             peer: Arc::new(peer),

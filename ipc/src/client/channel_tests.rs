@@ -4,7 +4,7 @@ use rustix::net::{socketpair, AddressFamily, SocketFlags, SocketType};
 use serde_json::json;
 
 use super::*;
-use crate::control::{Claim, ClientRow};
+use crate::control::{Claim, ClientRow, ClientState};
 
 const ME: u32 = 1;
 
@@ -78,6 +78,47 @@ fn what_came_over_a_channel_that_is_still_to_be_read_stays() {
     assert_eq!(state(&control, &dead), HoldState::InFlight);
     office.ended(&dead, Vec::new(), true);
     assert_eq!(state(&control, &dead), HoldState::Done);
+}
+
+/// Without an owner its row says for ever that it lives.
+#[test]
+fn what_a_dead_sender_had_not_sent_ends_with_its_channel_whatever_its_row_says() {
+    let (control, office) = office();
+    let dead = peer(4, 10);
+    sends(&control, &dead);
+    let state_word = ClientState::Alive as u64;
+    control.client(dead.client).unwrap().write(&ClientRow { serial: dead.serial, state: state_word, ..ClientRow::default() });
+    office.opened(&dead);
+    office.opened(&dead);
+    office.died(&dead);
+    office.ended(&dead, Vec::new(), false);
+    assert_eq!(state(&control, &dead), HoldState::InFlight, "another channel is still to be read");
+    office.ended(&dead, Vec::new(), false);
+    assert_eq!(state(&control, &dead), HoldState::Done);
+}
+
+/// A socket that a forked child of the peer has too.
+#[test]
+fn a_channel_is_held_until_nobody_has_its_other_end() {
+    let (_, office) = office();
+    let (office, peer) = (Arc::new(office), peer(4, 10));
+    assert!(!office.is_held(peer.serial));
+    let mut others = Vec::new();
+    let mut channels = Vec::new();
+    for _ in 0..2 {
+        let (here, there) = socketpair(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None).unwrap();
+        office.opened(&peer);
+        channels.push(Channel::new(here, peer.clone(), office.clone()));
+        others.push([there.try_clone().unwrap(), there]);
+    }
+    for [childs, its] in others {
+        drop(its);
+        assert!(office.is_held(peer.serial));
+        drop(childs);
+    }
+    assert!(!office.is_held(peer.serial));
+    drop(channels);
+    assert!(office.open.lock().is_empty());
 }
 
 #[test]

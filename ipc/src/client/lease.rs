@@ -6,13 +6,15 @@ use std::sync::Arc;
 use millpond_allocator::driver::Addr;
 use millpond_allocator::heap::{Heap, Pin};
 use millpond_allocator::scatter::ScatterMap;
-use millpond_allocator::timeline::Reached;
+use millpond_allocator::timeline::{Reached, Signal};
 use parking_lot::Mutex;
 
+use super::channel::Office;
+use super::due::slot_of;
 use super::error::Error;
 use super::fault::{self, Fault};
 use super::{record, Client};
-use crate::control::{Claim, Control, Hold, HoldState, Look, Seen, FORWARDED, HOLDS_PER_CLIENT};
+use crate::control::{Claim, ClientState, Control, Hold, HoldState, Look, Seen, FORWARDED, HOLDS_PER_CLIENT};
 
 /// A hold in somebody's table.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -45,6 +47,7 @@ struct Table {
 #[derive(Debug)]
 pub(super) struct Leases {
     control: Arc<Control>,
+    office: Arc<Office>,
     me: u32,
     table: Mutex<Table>,
     /// How many there are, to be looked at without the lock.
@@ -52,8 +55,8 @@ pub(super) struct Leases {
 }
 
 impl Leases {
-    pub(super) fn new(control: Arc<Control>, me: u32) -> Self {
-        Self { control, me, table: Mutex::default(), live: AtomicUsize::new(0) }
+    pub(super) fn new(control: Arc<Control>, office: Arc<Office>, me: u32) -> Self {
+        Self { control, office, me, table: Mutex::default(), live: AtomicUsize::new(0) }
     }
 
     /// Makes a hold for a receiver on bytes of a live block of ours, before any frame that names it leaves.
@@ -132,7 +135,24 @@ impl Leases {
         if fault::is(Fault::LostHold) && word.state() == HoldState::InFlight {
             return true;
         }
-        word.state() == HoldState::Done && self.control.hold(self.me, *index).is_some_and(|hold| done_reached(&self.control, hold))
+        word.state() == HoldState::Done && self.control.hold(self.me, *index).is_some_and(|hold| self.done_reached(hold))
+    }
+
+    /// Whether a hold's DONE is reached; a dead client's never will be, but nothing of it runs any more.
+    fn done_reached(&self, hold: &Hold) -> bool {
+        let Some((timeline, value)) = hold.done() else { return true };
+        match self.control.timeline(timeline).map(|word| word.reached(value)) {
+            None | Some(Reached::Yes) => true,
+            Some(Reached::No) => false,
+            Some(Reached::Never) => !self.may_run_on(slot_of(Signal { timeline, value })),
+        }
+    }
+
+    /// Whether work of a poisoned client may run on. An owner poisons only where none does, and says so in the row. Where there is no owner,
+    /// one that has no channel to it has only the end of its process to go by.
+    fn may_run_on(&self, slot: u32) -> bool {
+        let Some(row) = self.control.client(slot).and_then(|cell| cell.read()) else { return false };
+        !row.is_dead() && ClientState::from_word(row.state) != ClientState::Faulted && self.office.may_run_on(row.serial)
     }
 
     /// Ends the leases whose holds are all done, on the GPU too. Cheap where there are none.
@@ -163,8 +183,8 @@ impl Leases {
         self.live.load(Ordering::Acquire)
     }
 
-    /// What the receivers of a block have still to do: for each, the DONE that it recorded, `None` where it recorded none yet.
-    /// Empty: nobody uses the block any more.
+    /// What the receivers of a block have still to do: for each, the DONE that it recorded, `None` where it recorded none yet, or where that
+    /// will never be reached but its work may run on. Empty: nobody uses the block any more.
     pub(super) fn pending(&self, window: u32, offset: u64) -> Vec<Option<(u32, u64)>> {
         let table = self.table.lock();
         let Some(lease) = table.by_block.get(&(window, offset)).copied() else { return Vec::new() };
@@ -174,10 +194,14 @@ impl Leases {
         let pending = holds.iter().filter(|hold| !self.over(hold));
         pending
             .map(|seen| match seen.word.state() {
-                HoldState::Done => self.control.hold(self.me, seen.index).and_then(Hold::done),
+                HoldState::Done => self.control.hold(self.me, seen.index).and_then(Hold::done).filter(|done| !self.is_poisoned(*done)),
                 _ => None,
             })
             .collect()
+    }
+
+    fn is_poisoned(&self, (timeline, value): (u32, u64)) -> bool {
+        self.control.timeline(timeline).is_some_and(|word| word.reached(value) == Reached::Never)
     }
 
     /// For each range of a block (window, the block's start, first byte, end; in the window): whether a receiver may still use a byte of
@@ -235,14 +259,6 @@ impl Client {
             Some(Range { window: opened.window, block: block - base, start, end: start.saturating_add(*bytes) })
         };
         self.shared.leases.lent(&ranges.iter().map(find).collect::<Vec<_>>())
-    }
-}
-
-/// Whether a hold's DONE is reached; a dead client's never will be, but nothing of it runs any more.
-fn done_reached(control: &Control, hold: &Hold) -> bool {
-    match hold.done() {
-        None => true,
-        Some((timeline, value)) => control.timeline(timeline).is_none_or(|word| word.reached(value) != Reached::No),
     }
 }
 

@@ -97,8 +97,6 @@ pub struct Client {
     office: Arc<Office>,
     /// Whose the windows of others are: (device, client).
     windows: Mutex<ScatterMap<u32, (u32, Peer)>>,
-    /// Pidfds of those that this client imports from, by serial: for when there is no owner any more.
-    pidfds: Mutex<HashMap<u64, OwnedFd>>,
     /// How many deaths the owner has told of.
     deaths: AtomicU64,
     /// Set when the owner is gone.
@@ -130,7 +128,8 @@ impl Client {
             return Err(Error::Protocol(format!("the owner gave slot {}", welcome.client)));
         }
         let me = welcome.client;
-        let leases = Arc::new(Leases::new(control.clone(), me));
+        let office = Arc::new(Office::new(control.clone(), me));
+        let leases = Arc::new(Leases::new(control.clone(), office.clone(), me));
         let slots = Arc::new(Slots::new(me * TIMELINES_PER_CLIENT as u32, TIMELINES_PER_CLIENT as u32));
         let shared = Shared {
             link: Arc::new(link),
@@ -147,7 +146,6 @@ impl Client {
             left: Arc::default(),
         };
         let devices = welcome.devices.iter().map(|grant| Device::new(grant.clone(), shared.clone())).collect::<Result<_, _>>()?;
-        let office = Arc::new(Office::new(control.clone(), me));
         shared.link.register(office.clone());
         let client = Arc::new(Self {
             office,
@@ -160,7 +158,6 @@ impl Client {
             by_ordinal: OnceLock::new(),
             windows: Mutex::default(),
             deaths: AtomicU64::new(0),
-            pidfds: Mutex::default(),
             wake: Mutex::default(),
             gpus: Mutex::default(),
             departures: Departures::default(),
@@ -275,10 +272,15 @@ impl Client {
 
     fn channel(&self, request: Request, timeout: Duration) -> Result<Channel, Error> {
         self.check_alive()?;
+        let deaths = self.deaths.load(Ordering::Acquire);
         // The owner's own time-out comes first and says more.
         let (answer, fds) = self.shared.link.call(request, timeout.saturating_add(Duration::from_secs(2)))?;
-        match (answer, fds.into_iter().next()) {
+        let mut fds = fds.into_iter();
+        match (answer, fds.next()) {
             (Answer::Channel { peer }, Some(socket)) if (peer.client as usize) < MAX_CLIENTS => {
+                if self.shared.control.row_of(peer.client, peer.serial).is_some_and(|row| !row.is_dead()) {
+                    self.keep_pidfd(peer.serial, fds.next(), deaths);
+                }
                 Ok(Channel::new(socket, peer, self.office.clone()))
             }
             (answer, _) => Err(Error::unexpected(&answer)),
@@ -341,18 +343,26 @@ impl Client {
         let Peer { client, serial, .. } = peer;
         // Of one that is dead the notice has come, which would take this out again; of one that dies just now it may have.
         if self.shared.control.row_of(client, serial).is_some_and(|row| !row.is_dead()) {
-            self.pidfds.lock().extend(pidfd.map(|pidfd| (serial, pidfd)));
+            self.keep_pidfd(serial, pidfd, deaths);
             self.windows.lock().insert(window, (device, peer));
             if self.deaths.load(Ordering::Acquire) != deaths {
-                self.forget(serial);
+                self.forget_windows(serial);
             }
         }
         Ok((device, client))
     }
 
+    /// Keeps a client's pidfd. The notice of its death, which takes it out again, may have come since `deaths` was looked at.
+    fn keep_pidfd(&self, serial: u64, pidfd: Option<OwnedFd>, deaths: u64) {
+        let Some(pidfd) = pidfd.map(Arc::new) else { return };
+        self.office.know(serial, pidfd.clone());
+        if self.deaths.load(Ordering::Acquire) != deaths && wake::has_ended(&pidfd) {
+            self.office.forget(serial);
+        }
+    }
+
     /// Drops what is known of a client's windows; of one that lives it is asked again.
-    fn forget(&self, serial: u64) {
-        self.pidfds.lock().remove(&serial);
+    fn forget_windows(&self, serial: u64) {
         self.windows.lock().retain(|_, (_, owner)| owner.serial != serial);
     }
 }

@@ -310,19 +310,22 @@ impl Client {
         loop {
             let pending = self.shared.leases.pending(opened.window, offset);
             if let Some(done) = pending.into_iter().collect::<Option<Vec<_>>>() {
-                return done.into_iter().try_for_each(|(timeline, value)| {
+                let waited = done.into_iter().try_for_each(|(timeline, value)| {
                     let signal = Signal { timeline, value };
-                    let waited = match stream.filter(|_| !self.host_waits) {
+                    match stream.filter(|_| !self.host_waits) {
                         Some(stream) => opened.timelines.wait(stream, signal).map_err(Error::from).map(|waits| {
                             if waits {
                                 record::stream_waits(opened, stream, signal);
                             }
                         }),
                         None => self.await_until(signal, deadline),
-                    };
-                    // Of a receiver that died nothing runs any more.
-                    waited.or_else(|error| if matches!(error, Error::PeerDied(_)) { Ok(()) } else { Err(error) })
+                    }
                 });
+                match waited {
+                    // A receiver has died: whether anything of it runs on is the leases' to say.
+                    Err(Error::PeerDied(_)) => continue,
+                    waited => return waited,
+                }
             }
             if !pause.wait(deadline) {
                 return Err(Error::Timeout("a receiver still holds the block".to_owned()));

@@ -201,7 +201,8 @@ impl Client {
         self.office.died(peer);
         // The count before the look: see `window`.
         self.deaths.fetch_add(1, Ordering::AcqRel);
-        self.forget(peer.serial);
+        self.office.forget(peer.serial);
+        self.forget_windows(peer.serial);
         self.shared.events.push_death(peer.clone(), cause);
     }
 }

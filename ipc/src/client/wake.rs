@@ -1,23 +1,27 @@
 //! After the owner's death: those that are left look after each other.
 //!
 //! Nobody poisons a dead client's timelines any more, and nobody ends its holds. So every client watches the processes of the
-//! others, and when one ends, poisons what it left: a waiter on its timelines is released, a block that it held comes back. A
-//! process that has forked may end while its GPU work goes on for its child (facts/driver.md, "Death"): its late signals would
-//! lift a poison, so that is stored again and again.
+//! others, and when one ends, poisons what it left: a waiter on its timelines is released, a block that it held comes back. Of one that
+//! cannot be watched from here nothing is known, so nothing of it is touched.
+//!
+//! A process that has forked may end while its GPU work goes on for its child (facts/driver.md, "Death"). Such a child has its parent's ends
+//! of the channels too: until they have ended, who has the other ones waits. Who has none does not, and late signals would lift its poison,
+//! so that is stored again and again.
 
 use std::os::fd::OwnedFd;
 use std::sync::mpsc::Sender;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use rustix::event::{poll, PollFd, PollFlags, Timespec};
 use rustix::io::Errno;
 use rustix::pipe::{pipe_with, PipeFlags};
-use rustix::process::{pidfd_open, Pid, PidfdFlags};
 
 use super::link::{Link, Notice};
 use super::record;
 use super::Client;
 use crate::control::{ClientRow, MAX_CLIENTS};
+use crate::owner::process;
 use crate::wire::Peer;
 
 /// The owner is gone, or this client was cut off.
@@ -27,11 +31,32 @@ pub(super) enum Wake {
     Doubt(Instant, Duration),
     /// Gone.
     Alone {
-        /// (slot, pidfd; `None` once it has ended).
-        others: Vec<(u32, Option<OwnedFd>)>,
+        /// Who was attached when it went.
+        others: Vec<Other>,
         /// Who tells of their ends.
         _watcher: Option<Watcher>,
     },
+}
+
+/// Another client, where there is no owner.
+#[derive(Debug)]
+pub(super) struct Other {
+    slot: u32,
+    serial: u64,
+    life: Life,
+}
+
+/// What is known of a client's process.
+#[derive(Debug)]
+enum Life {
+    /// Nothing: its number is another PID namespace's, or the system does not tell. It may become known.
+    Unknown,
+    /// It has not ended when this does not say so.
+    Watched(Arc<OwnedFd>),
+    /// It has ended. A child that it forked may be left.
+    Ended,
+    /// Nothing of it is left, as far as can be seen.
+    Buried,
 }
 
 /// The longest between two looks whether there is an owner.
@@ -62,49 +87,60 @@ impl Client {
             Some(_) => {}
         }
         if let Some(Wake::Alone { others, .. }) = &mut *wake {
-            for (slot, pidfd) in others {
-                if pidfd.as_ref().is_some_and(has_ended) {
-                    tracing::info!(client = *slot, "a peer has ended, and there is no owner: it is buried here");
-                    *pidfd = None;
-                    self.mourn(*slot, true);
-                } else if pidfd.is_none() {
-                    self.mourn(*slot, false);
-                }
-            }
+            others.iter_mut().for_each(|other| self.look_at(other));
         }
         true
     }
 
-    /// Releases those who wait for a dead client.
-    fn mourn(&self, slot: u32, first: bool) {
-        self.shared.control.poison(slot);
-        self.shared.leases.end_holds_of(slot);
-        if first {
-            if let Some(row) = self.shared.control.client(slot).and_then(|cell| cell.read()) {
-                let peer = Peer { client: slot, serial: row.serial, name: String::new(), pid: 0 };
-                record::died(&peer);
-                self.imports.died(&peer, None);
-                self.office.died(&peer);
-            }
+    fn look_at(&self, other: &mut Other) {
+        if matches!(other.life, Life::Unknown) {
+            other.life = self.life_of(other.slot, other.serial);
+        }
+        if matches!(&other.life, Life::Watched(pidfd) if has_ended(pidfd)) {
+            other.life = Life::Ended;
+        }
+        if matches!(other.life, Life::Ended) && !self.office.is_held(other.serial) {
+            tracing::info!(client = other.slot, "a peer has ended, and there is no owner: it is buried here");
+            other.life = Life::Buried;
+            self.mourn(other.slot);
+            let peer = Peer { client: other.slot, serial: other.serial, name: String::new(), pid: 0 };
+            record::died(&peer);
+            self.imports.died(&peer, None);
+            self.office.died(&peer);
+        } else if matches!(other.life, Life::Buried) {
+            self.mourn(other.slot);
         }
     }
 
+    /// Releases those who wait for a dead client.
+    fn mourn(&self, slot: u32) {
+        self.shared.control.poison(slot);
+        self.shared.leases.end_holds_of(slot);
+    }
+
     /// The other clients that live, as the control memory has them.
-    fn others(&self) -> Vec<(u32, Option<OwnedFd>)> {
-        let mut pidfds = self.pidfds.lock();
-        let mut others = Vec::new();
-        for slot in (0..MAX_CLIENTS as u32).filter(|slot| *slot != self.shared.me) {
-            let Some(row) = self.shared.control.client(slot).and_then(|cell| cell.read()) else { continue };
-            if row.is_dead() {
-                continue;
+    fn others(&self) -> Vec<Other> {
+        let slots = (0..MAX_CLIENTS as u32).filter(|slot| *slot != self.shared.me);
+        let rows = slots.filter_map(|slot| Some((slot, self.shared.control.client(slot)?.read()?)));
+        let living = rows.filter(|(_, row)| !row.is_dead());
+        let other = |(slot, row): (u32, ClientRow)| {
+            let life = self.life_of(slot, row.serial);
+            if matches!(life, Life::Unknown) {
+                tracing::warn!(client = slot, pid = row.pid, "a peer cannot be watched: what it holds of ours it keeps");
             }
-            let pidfd = pidfds.remove(&row.serial).or_else(|| pidfd_of(&row));
-            if pidfd.is_none() {
-                self.mourn(slot, true);
-            }
-            others.push((slot, pidfd));
+            Other { slot, serial: row.serial, life }
+        };
+        living.map(other).collect()
+    }
+
+    fn life_of(&self, slot: u32, serial: u64) -> Life {
+        if let Some(pidfd) = self.office.pidfd(serial) {
+            return Life::Watched(pidfd);
         }
-        others
+        // The owner's numbers are good where it was itself.
+        let here = self.welcome.pid_namespace.is_some_and(|owners| process::pid_namespace() == Some(owners));
+        let row = self.shared.control.row_of(slot, serial).filter(|_| here);
+        row.map_or(Life::Unknown, |row| find(&row))
     }
 }
 
@@ -118,16 +154,17 @@ pub(super) struct Watcher {
 
 impl Watcher {
     /// `None` where the system has no descriptor or thread to spare: then the ticks are all there is.
-    fn start(others: &[(u32, Option<OwnedFd>)], notices: Sender<Notice>) -> Option<Self> {
+    fn start(others: &[Other], notices: Sender<Notice>) -> Option<Self> {
         let (end, mine) = pipe_with(PipeFlags::CLOEXEC).ok()?;
-        let living = others.iter().filter_map(|(_, pidfd)| pidfd.as_ref()?.try_clone().ok()).collect();
+        let watched = others.iter().filter_map(|other| if let Life::Watched(pidfd) = &other.life { Some(pidfd.clone()) } else { None });
+        let living = watched.collect();
         let watch = move || watch(living, &end, &notices);
         std::thread::Builder::new().name("millpond-wake".to_owned()).stack_size(256 << 10).spawn(watch).ok()?;
         Some(Self { _until: mine })
     }
 }
 
-fn watch(mut living: Vec<OwnedFd>, end: &OwnedFd, notices: &Sender<Notice>) {
+fn watch(mut living: Vec<Arc<OwnedFd>>, end: &OwnedFd, notices: &Sender<Notice>) {
     while !living.is_empty() {
         let mut fds: Vec<PollFd<'_>> = living.iter().map(|pidfd| PollFd::new(pidfd, PollFlags::IN)).collect();
         fds.push(PollFd::new(end, PollFlags::IN));
@@ -145,28 +182,41 @@ fn watch(mut living: Vec<OwnedFd>, end: &OwnedFd, notices: &Sender<Notice>) {
     }
 }
 
-/// A pidfd of the process that a row names; `None` where it is gone. One that cannot be seen from here counts as gone too: there
-/// is nobody who could say that it is not.
-fn pidfd_of(row: &ClientRow) -> Option<OwnedFd> {
-    let pid = i32::try_from(row.pid).ok().and_then(Pid::from_raw)?;
-    let pidfd = match pidfd_open(pid, PidfdFlags::empty()) {
+/// The process that a row names by its number here.
+fn find(row: &ClientRow) -> Life {
+    // Without the time of its start the number is another namespace's, or cannot be told from a later process's.
+    let Some(pid) = u32::try_from(row.pid).ok().filter(|_| row.start_time != 0) else { return Life::Unknown };
+    let pidfd = match process::pidfd_of(pid) {
         Ok(pidfd) => pidfd,
-        Err(error) => {
-            if error != Errno::SRCH {
-                tracing::warn!(pid = row.pid, %error, "a peer cannot be watched");
-            }
-            return None;
-        }
+        Err(Errno::SRCH) => return Life::Ended,
+        Err(_) => return Life::Unknown,
     };
-    // Its id may be another's by now.
-    let stat = std::fs::read_to_string(format!("/proc/{}/stat", row.pid)).ok()?;
-    let (_, fields) = stat.rsplit_once(')')?;
-    let started: u64 = fields.split_ascii_whitespace().nth(19)?.parse().ok()?;
-    // Zero: the number is that of a process in another namespace, and here some other's.
-    (started == row.start_time).then_some(pidfd)
+    // The number may be a later process's by now. What is read is of the one that has the number still after that, if `/proc` is ours.
+    let stat = process::stat(pid).filter(|_| process::process_of(&pidfd) == Some(pid));
+    match stat {
+        Some(stat) if stat.start_time == row.start_time => Life::Watched(Arc::new(pidfd)),
+        Some(_) => Life::Ended,
+        None => Life::Unknown,
+    }
 }
 
-fn has_ended(pidfd: &OwnedFd) -> bool {
+pub(super) fn has_ended(pidfd: &Arc<OwnedFd>) -> bool {
     let mut fds = [PollFd::new(pidfd, PollFlags::IN)];
     poll(&mut fds, Some(&Timespec { tv_sec: 0, tv_nsec: 0 })).is_ok_and(|ready| ready > 0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_cannot_be_known_is_not_dead() {
+        let me = std::process::id();
+        let start_time = process::stat(me).unwrap().start_time;
+        let row = |pid: u32, start_time| ClientRow { pid: u64::from(pid), start_time, ..ClientRow::default() };
+        assert!(matches!(find(&row(me, start_time)), Life::Watched(pidfd) if !has_ended(&pidfd)));
+        assert!(matches!(find(&row(me, start_time + 1)), Life::Ended), "a later process has its number");
+        assert!(matches!(find(&row(i32::MAX as u32, 1)), Life::Ended), "nobody has its number");
+        assert!(matches!(find(&row(me, 0)), Life::Unknown), "another namespace's number");
+    }
 }

@@ -296,6 +296,19 @@ impl Worker {
                     )?;
                 }
             }
+            // The same of what it received.
+            "floodon" => {
+                let channel = words.value()?;
+                let import = self.import(words.value()?)?;
+                let Incoming { addr, bytes, import, .. } = import;
+                loop {
+                    self.send(
+                        channel,
+                        &[Outgoing { addr, bytes, place, stream: None, import: Some(import), read_only: false, way: Way::Found }],
+                        600_000,
+                    )?;
+                }
+            }
             "copy" => {
                 let (channel, byte, bytes): (usize, u8, usize) = (words.value()?, words.value()?, words.value()?);
                 let source = vec![byte; bytes];
