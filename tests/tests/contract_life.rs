@@ -3,8 +3,9 @@
 
 mod common;
 
-use common::{eventually, link, Arena, MIB};
-use millpond_ipc::client::Place;
+use common::{channels, eventually, link, outgoing, tree, Arena, BOUND, MIB};
+use millpond_allocator::driver::Stream;
+use millpond_ipc::client::{Place, ReceiveOptions};
 use std::time::Duration;
 
 #[test]
@@ -172,6 +173,49 @@ fn ready_is_waited_for_by_stream_and_by_cpu() {
     c.ok(&format!("ready {k}"));
     c.ok(&format!("open {k}"));
     c.ok(&format!("check {k} 2"));
+}
+
+/// A receiver that does not read: a message that nothing has left of is not held for it, and the channel goes on.
+#[test]
+fn a_send_that_times_out_is_undone_and_the_channel_goes_on() {
+    let arena = Arena::new();
+    let (a, b) = (arena.client("a"), arena.client("b"));
+    let (to_b, to_a) = channels(&a, &b);
+    let addr = a.heap(Place::Host).unwrap().allocate(MIB, Stream::LEGACY).unwrap();
+    let send = |ms| a.send(&to_b, tree(), &[outgoing(addr, MIB)], Some(Duration::from_millis(ms)));
+    let mut sent = 0;
+    let error = loop {
+        match send(20) {
+            Ok(_) => sent += 1,
+            Err(error) => break error,
+        }
+    };
+    assert_eq!(error.code(), "Timeout", "{error}");
+    let received = |_| {
+        let options = ReceiveOptions { timeout: Some(BOUND), lazy: true, wait: false, stream: &|_| None };
+        b.release(b.receive(&to_a, &options).unwrap().tensors[0].import).unwrap();
+    };
+    (0..sent).for_each(received);
+    eventually("nothing is held for the message that did not leave", || a.leases() == 0);
+    send(5_000).unwrap();
+    received(0);
+    eventually("nothing is held", || a.leases() == 0);
+}
+
+/// The driver does not unmap a chunk that its maker gave back: it is tried again.
+#[test]
+fn an_unmap_that_fails_once_is_made_good() {
+    let arena = Arena::new();
+    let (mut a, mut b) = (arena.worker("a"), arena.worker_with("b", &[("MILLPOND_HOST_FAIL", "unmap:1:999")]));
+    let (ab, ba) = link(&mut a, &mut b);
+    let n = a.number(&format!("alloc {}", 64 * MIB));
+    a.ok(&format!("send {ab} {n}"));
+    let i = b.number(&format!("recv {ba}"));
+    b.ok(&format!("release {i}"));
+    eventually("nothing is held", || a.number("leases") == 0);
+    a.ok(&format!("free {n}"));
+    a.ok("trim");
+    arena.settles_at(0);
 }
 
 #[test]

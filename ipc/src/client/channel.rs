@@ -171,6 +171,11 @@ impl Office {
         !lives && self.is_held(serial)
     }
 
+    /// A channel that [`Office::opened`] was told of never came: this process had no descriptor left for it.
+    pub(super) fn refused(&self, peer: &Peer) {
+        self.ended(peer, Vec::new(), true);
+    }
+
     /// A channel has ended: what came on it and was not received never will be.
     ///
     /// Its frames that are still whole are read, so that their holds end. What a living sender had not sent whole it takes back
@@ -353,8 +358,9 @@ impl Channel {
             Err(error @ FrameError::Length(_)) => Err(Error::InvalidArgument(format!("the message is too large for the wire: {error}"))),
             Err(FrameError::Closed(_)) => Err(self.closed()),
             Err(error) => {
-                // Part of a frame may be out: nothing sensible can follow it.
-                self.close();
+                if matches!(error, FrameError::Torn(_)) {
+                    self.close();
+                }
                 Err(error.into())
             }
         }

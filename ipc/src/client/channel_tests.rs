@@ -58,6 +58,62 @@ fn what_is_unread_ends_whoever_reads_when_the_channel_is_closed() {
     }
 }
 
+fn pair() -> (Channel, OwnedFd) {
+    let (_, office) = office();
+    let (here, there) = socketpair(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None).unwrap();
+    let peer = peer(4, 10);
+    office.opened(&peer);
+    (Channel::new(here, peer, Arc::new(office)), there)
+}
+
+/// The peer does not read: what no byte of has left is not sent, and that is all.
+#[test]
+fn a_send_that_times_out_before_its_first_byte_leaves_the_channel_open() {
+    const SOON: Option<Duration> = Some(Duration::from_millis(20));
+    let (channel, there) = pair();
+    let mut sent = 0_u32;
+    let error = loop {
+        match channel.send(sent.to_string().as_bytes(), SOON) {
+            Ok(()) => sent += 1,
+            Err(error) => break error,
+        }
+    };
+    assert!(matches!(error, Error::Timeout(_)), "{error}");
+    assert!(matches!(channel.send(b"neither", SOON), Err(Error::Timeout(_))));
+    // Every frame that was said to be sent is there, whole and in order, and then the next.
+    let mut reader = FrameReader::default();
+    for number in 0..sent {
+        assert_eq!(reader.read_frame(there.as_fd(), SOON, false).unwrap(), number.to_string().into_bytes());
+    }
+    channel.send(b"again", SOON).unwrap();
+    assert_eq!(reader.read_frame(there.as_fd(), SOON, false).unwrap(), b"again");
+}
+
+#[test]
+fn a_send_that_times_out_in_the_middle_of_its_frame_ends_the_channel() {
+    let (channel, _there) = pair();
+    let error = channel.send(&vec![b' '; 8 << 20], Some(Duration::from_millis(20))).unwrap_err();
+    assert!(matches!(error, Error::Timeout(_)), "{error}");
+    assert!(matches!(channel.send(b"no more", None), Err(Error::Closed(_))));
+}
+
+#[test]
+fn a_channel_that_there_was_no_descriptor_for_lets_go_of_what_was_sent_on_it() {
+    let (control, office) = office();
+    let living = peer(4, 10);
+    sends(&control, &living);
+    office.opened(&living);
+    office.refused(&living);
+    assert_eq!(state(&control, &living), HoldState::Done);
+    // Not while there is another channel to it, which it may have been sent on.
+    let (control, office) = self::office();
+    sends(&control, &living);
+    office.opened(&living);
+    office.opened(&living);
+    office.refused(&living);
+    assert_eq!(state(&control, &living), HoldState::InFlight);
+}
+
 #[test]
 fn what_a_dead_sender_had_not_sent_ends() {
     let (control, office) = office();

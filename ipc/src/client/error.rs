@@ -49,6 +49,9 @@ pub enum Error {
     /// The other side does not keep to the wire.
     #[error("{0}")]
     Protocol(String),
+    /// This process may have no more file descriptors.
+    #[error("{0}")]
+    Descriptors(String),
     /// Called in a forked child.
     #[error("millpond does not work in a forked child: the arena belongs to the parent process; start workers with spawn or subprocess")]
     Forked,
@@ -83,7 +86,7 @@ impl Error {
             Self::Protocol(_) => "Protocol",
             Self::Forked => "Forked",
             Self::Unsupported(_) => "Unsupported",
-            Self::Internal(_) => "Internal",
+            Self::Internal(_) | Self::Descriptors(_) => "Internal",
         }
     }
 
@@ -112,6 +115,8 @@ impl From<FrameError> for Error {
         match error {
             FrameError::Closed(_) => Self::Closed(error.to_string()),
             FrameError::Timeout => Self::Timeout(error.to_string()),
+            FrameError::Lost { .. } => Self::Descriptors(error.to_string()),
+            FrameError::Torn(error) => (*error).into(),
             error => Self::Protocol(error.to_string()),
         }
     }

@@ -53,7 +53,7 @@ pub(super) struct Link {
 #[derive(Debug, Default)]
 struct Pending {
     waiting: HashMap<u64, Awaited>,
-    answers: HashMap<u64, (Answer, Vec<OwnedFd>)>,
+    answers: HashMap<u64, (Answer, Result<Vec<OwnedFd>, FrameError>)>,
 }
 
 /// What is to happen to an answer.
@@ -183,7 +183,8 @@ impl Link {
         }
     }
 
-    /// Asks and waits for whatever the answer is.
+    /// Asks and waits for whatever the answer is. [`Error::Descriptors`]: it came without all of its descriptors. What was granted by it has
+    /// gone back, but for an import, of which the caller says what is not mapped.
     pub(super) fn ask(&self, call: Request, timeout: Duration) -> Result<(Answer, Vec<OwnedFd>), Error> {
         if !self.origin.is_here() {
             return Err(Error::Forked);
@@ -198,8 +199,15 @@ impl Link {
         let deadline = Instant::now() + timeout.min(LONGEST);
         loop {
             let mut pending = self.pending.lock();
-            if let Some(answered) = pending.answers.remove(&call_id) {
-                return Ok(answered);
+            if let Some((answer, fds)) = pending.answers.remove(&call_id) {
+                drop(pending);
+                return match fds {
+                    Ok(fds) => Ok((answer, fds)),
+                    Err(lost) => {
+                        self.undo(abandoned, answer);
+                        Err(lost.into())
+                    }
+                };
             }
             if self.is_dead() {
                 pending.waiting.remove(&call_id);
@@ -230,6 +238,16 @@ impl Link {
                 Ok(()) | Err(FrameError::Timeout) => return,
                 Err(error) => return self.ended(&error),
             }
+        }
+    }
+
+    /// What an answer leaves to be done whose descriptors were lost. Of an import its caller knows more: what it maps already.
+    fn undo(&self, awaited: Awaited, answer: Answer) {
+        match (&answer, self.office.get()) {
+            // This end is closed: what its peer has sent on it until then is never read.
+            (Answer::Channel { peer }, Some(office)) => office.refused(peer),
+            _ if awaited == Awaited::Import => {}
+            _ => self.late(awaited, answer),
         }
     }
 
@@ -292,7 +310,11 @@ impl Link {
     fn take(&self, frame: &[u8], reader: &mut FrameReader) -> Result<(), FrameError> {
         match serde_json::from_slice(frame)? {
             FromOwner::Answer { call_id, answer, fds } => {
-                let fds = reader.take_fds(fds)?;
+                let fds = match reader.take_fds(fds) {
+                    // That one call fails; the owner is alive, and says what it means.
+                    Err(lost @ FrameError::Lost { .. }) => Err(lost),
+                    fds => Ok(fds?),
+                };
                 let mut pending = self.pending.lock();
                 match pending.waiting.remove(&call_id) {
                     Some(Awaited::Yes) => {

@@ -98,7 +98,16 @@ impl Owner {
         if hello.fds > 1 {
             return Err(wrong(format!("{} descriptors", hello.fds)));
         }
-        let Some(fd) = link.take_fds(hello.fds).map_err(|error| wrong(error.to_string()))?.pop() else { return Ok(None) };
+        let sent = match link.take_fds(hello.fds) {
+            Ok(sent) => sent,
+            // There are other ways to have one, and the last of them says why there is none.
+            Err(error @ FrameError::Lost { .. }) => {
+                tracing::warn!(pid = who.pid, %error, "the pidfd of a hello");
+                return Ok(None);
+            }
+            Err(error) => return Err(wrong(error.to_string())),
+        };
+        let Some(fd) = sent.into_iter().next() else { return Ok(None) };
         match process::process_of(&fd) {
             None => Err(wrong("another kind of file".to_owned())),
             Some(pid) if pid != 0 && who.pid != 0 && pid != who.pid => Err(wrong(format!("a pidfd of process {pid}"))),

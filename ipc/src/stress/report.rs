@@ -71,9 +71,14 @@ const fn is_zero(count: &u64) -> bool {
 }
 
 impl Report {
-    /// Whether all is as it should be.
+    /// Whether the run did something, and all is as it should be.
     #[must_use]
     pub const fn is_clean(&self) -> bool {
+        self.transfers > 0 && self.is_well()
+    }
+
+    /// Whether nothing is wrong so far.
+    pub(super) const fn is_well(&self) -> bool {
         self.corruptions == 0
             && self.hung == 0
             && self.leaked_bytes == 0
@@ -92,6 +97,15 @@ impl Report {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_run_that_transferred_nothing_is_not_clean() {
+        let idle = Report { ops: 1_000, ..Report::default() };
+        assert!(idle.is_well() && !idle.is_clean());
+        let busy = Report { transfers: 1, ..idle };
+        assert!(busy.is_clean());
+        assert!(!Report { hung: 1, ..busy }.is_clean());
+    }
 
     #[test]
     fn a_spread_is_of_what_there_is() {

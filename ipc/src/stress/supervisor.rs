@@ -158,7 +158,7 @@ impl Supervisor<'_> {
         let start = Instant::now();
         let mut shown = start;
         let enough = |report: &Report| self.options.kills.is_some_and(|kills| report.kills >= kills);
-        while start.elapsed().as_secs() < self.options.seconds && self.report.is_clean() && !enough(&self.report) {
+        while start.elapsed().as_secs() < self.options.seconds && self.report.is_well() && !enough(&self.report) {
             self.hear(heard, Duration::from_millis(50))?;
             if shown.elapsed() >= Duration::from_secs(2) {
                 shown = Instant::now();
@@ -169,10 +169,13 @@ impl Supervisor<'_> {
         self.drain(heard)?;
         self.finish(heard, fds)?;
         let missed = self.options.kills.map_or(0, |kills| kills.saturating_sub(self.report.kills));
-        if missed > 0 && self.report.is_clean() {
+        if missed > 0 && self.report.is_well() {
             self.report.missed_kills = missed;
             let (kills, seconds) = (self.report.kills, self.options.seconds);
             self.report.finding(format!("{kills} deaths in {seconds} s, {missed} fewer than asked: give it more time or more workers"));
+        }
+        if self.report.transfers == 0 && self.report.is_well() {
+            self.report.finding(format!("no value was received in {} s: nothing was tested", self.report.seconds));
         }
         Ok(())
     }

@@ -10,8 +10,10 @@ use std::time::{Duration, Instant};
 use rustix::event::{poll, PollFd, PollFlags, Timespec};
 use rustix::io::Errno;
 use rustix::net::{
-    recvmsg, sendmsg, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage, SendFlags,
+    recvmsg, sendmsg, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer, SendAncillaryMessage,
+    SendFlags,
 };
+use rustix::process::{getrlimit, Resource};
 
 /// The longest frame in bytes.
 pub const FRAME_LIMIT: usize = 64 << 20;
@@ -45,6 +47,21 @@ pub enum FrameError {
         /// What came.
         found: usize,
     },
+    /// The system could not give this process all descriptors of a frame. They are gone; the frames behind it are what they say.
+    #[error(
+        "{found} of {expected} descriptors came: this process is out of file descriptors (RLIMIT_NOFILE is {}); close some, or raise the \
+         limit (ulimit -n, setrlimit), and try again",
+        most_fds()
+    )]
+    Lost {
+        /// What the frame says.
+        expected: usize,
+        /// What came.
+        found: usize,
+    },
+    /// It failed when part of the frame was out: nothing can follow it on this connection.
+    #[error("{0}, in the middle of a frame")]
+    Torn(Box<FrameError>),
     /// The time was up.
     #[error("not sent or received in time")]
     Timeout,
@@ -54,6 +71,11 @@ pub enum FrameError {
     /// Not the JSON that was expected.
     #[error("not a known message: {0}")]
     Json(#[from] serde_json::Error),
+}
+
+/// How many descriptors this process may have, for people.
+fn most_fds() -> String {
+    getrlimit(Resource::Nofile).current.map_or_else(|| "unlimited".to_owned(), |most| most.to_string())
 }
 
 /// Waits until a descriptor is ready for `flags`, or hung up.
@@ -82,7 +104,7 @@ fn send_some(fd: BorrowedFd<'_>, parts: &[IoSlice<'_>], fds: &[BorrowedFd<'_>]) 
 /// Sends one frame, waiting for room until the deadline (`None`: for ever).
 ///
 /// # Errors
-/// [`FrameError`]. After [`FrameError::Timeout`] in the middle of a frame the connection is useless and must be closed.
+/// [`FrameError`]. After [`FrameError::Torn`] the connection is useless and must be closed; after any other nothing of the frame is out.
 pub fn send_frame(socket: BorrowedFd<'_>, body: &[u8], fds: &[BorrowedFd<'_>], timeout: Option<Duration>) -> Result<usize, FrameError> {
     if body.is_empty() || body.len() > FRAME_LIMIT {
         return Err(FrameError::Length(body.len()));
@@ -100,12 +122,20 @@ pub fn send_frame(socket: BorrowedFd<'_>, body: &[u8], fds: &[BorrowedFd<'_>], t
         match result {
             Ok(n) => sent += n,
             Err(Errno::INTR) => {}
-            Err(Errno::AGAIN) => wait(socket, PollFlags::OUT, deadline)?,
+            Err(Errno::AGAIN) => wait(socket, PollFlags::OUT, deadline).map_err(|error| torn(error, sent))?,
             Err(Errno::PIPE | Errno::CONNRESET | Errno::NOTCONN) => return Err(FrameError::Closed(false)),
-            Err(error) => return Err(error.into()),
+            Err(error) => return Err(torn(error.into(), sent)),
         }
     }
     Ok(total)
+}
+
+fn torn(error: FrameError, sent: usize) -> FrameError {
+    if sent == 0 {
+        error
+    } else {
+        FrameError::Torn(Box::new(error))
+    }
 }
 
 /// Frames that wait for a slow reader, so that one client that never reads holds up nobody.
@@ -166,7 +196,8 @@ impl Outbox {
 pub struct FrameReader {
     buffer: Vec<u8>,
     start: usize,
-    fds: VecDeque<OwnedFd>,
+    /// As they came. `None`: here the system dropped the rest of a frame's.
+    fds: VecDeque<Option<OwnedFd>>,
     received: u64,
     exact: bool,
     /// How long frames have lately been waited for, the last one counting for a quarter.
@@ -209,12 +240,16 @@ impl FrameReader {
         let mut ancillary = RecvAncillaryBuffer::new(&mut space);
         let tail = self.buffer.get_mut(used..).unwrap_or_default();
         let result = recvmsg(socket, &mut [IoSliceMut::new(tail)], &mut ancillary, RecvFlags::DONTWAIT | RecvFlags::CMSG_CLOEXEC);
-        let result = result.map(|message| message.bytes);
         for message in ancillary.drain() {
             if let RecvAncillaryMessage::ScmRights(fds) = message {
-                self.fds.extend(fds);
+                self.fds.extend(fds.map(Some));
             }
         }
+        // One call takes the descriptors of one frame at most, and of all the kernel sends there is room for: it ran out of numbers.
+        if result.as_ref().is_ok_and(|message| message.flags.contains(ReturnFlags::CTRUNC)) {
+            self.fds.push_back(None);
+        }
+        let result = result.map(|message| message.bytes);
         self.buffer.truncate(used + *result.as_ref().unwrap_or(&0));
         match result {
             Ok(0) => Err(FrameError::Closed(self.buffer.len() > self.start)),
@@ -267,12 +302,18 @@ impl FrameReader {
     /// The descriptors that came with the frame just taken, as many as it says.
     ///
     /// # Errors
-    /// [`FrameError::Descriptors`] where there are fewer.
+    /// [`FrameError::Descriptors`] where there are fewer, [`FrameError::Lost`] where that is the system's doing: those that came are
+    /// closed, and later frames have theirs.
     pub fn take_fds(&mut self, count: usize) -> Result<Vec<OwnedFd>, FrameError> {
-        if count > self.fds.len() {
-            return Err(FrameError::Descriptors { expected: count, found: self.fds.len() });
+        let found = self.fds.iter().take(count).take_while(|fd| fd.is_some()).count();
+        if found == count {
+            return Ok(self.fds.drain(..count).flatten().collect());
         }
-        Ok(self.fds.drain(..count).collect())
+        if found == self.fds.len() {
+            return Err(FrameError::Descriptors { expected: count, found });
+        }
+        self.fds.drain(..=found);
+        Err(FrameError::Lost { expected: count, found })
     }
 
     /// Twice what frames have usually been waited for, if that is worth a core's time.

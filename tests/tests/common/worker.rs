@@ -2,6 +2,7 @@
 
 use std::collections::HashMap;
 use std::io::{BufRead, Write};
+use std::os::fd::AsRawFd;
 use std::str::FromStr;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::Arc;
@@ -11,6 +12,7 @@ use millpond_allocator::driver::{Addr, DeviceId, Driver, Stream};
 use millpond_allocator::timeline::Signal;
 use millpond_ipc::client::{Channel, Client, Error, Incoming, OnOwnerDeath, Options, Outgoing, Place, ReceiveOptions, Way};
 use millpond_ipc::wire::Role;
+use rustix::process::{Resource, Rlimit};
 
 use super::signals;
 
@@ -458,6 +460,23 @@ impl Worker {
             // How many files it sees in a folder.
             "files" => Ok(std::fs::read_dir(words.text()?).map_err(wrong)?.count().to_string()),
             "fds" => Ok(std::fs::read_dir("/proc/self/fd").map_err(wrong)?.count().to_string()),
+            // No more descriptors than are open, and so many to spare; without a number: as many as at first.
+            "nofile" => {
+                let Rlimit { maximum, .. } = rustix::process::getrlimit(Resource::Nofile);
+                let set = |current| rustix::process::setrlimit(Resource::Nofile, Rlimit { current, maximum }).map_err(wrong);
+                set(maximum)?;
+                let current = match words.0.next() {
+                    None => maximum,
+                    Some(spare) => {
+                        let spare: usize = spare.parse().map_err(wrong)?;
+                        // Each takes the lowest number that is free.
+                        let next = (0..=spare).map(|_| std::fs::File::open("/dev/null").map_err(wrong)).collect::<Result<Vec<_>, _>>()?;
+                        next.last().map(|file| file.as_raw_fd() as u64)
+                    }
+                };
+                set(current)?;
+                done
+            }
             "vm" => {
                 let text = std::fs::read_to_string("/proc/self/status").map_err(wrong)?;
                 let line = text.lines().find_map(|line| line.strip_prefix("VmSize:")).ok_or_else(|| wrong("no VmSize"))?;

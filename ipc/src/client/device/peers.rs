@@ -4,7 +4,7 @@
 use std::collections::HashSet;
 use std::sync::Arc;
 
-use millpond_allocator::driver::{Access, Addr};
+use millpond_allocator::driver::{Access, Addr, DriverError};
 use millpond_allocator::scatter::ScatterMap;
 use millpond_allocator::window::{Chunk, Epochs, Window};
 use millpond_allocator::Few;
@@ -82,12 +82,14 @@ impl Opened {
         let mapped: HashSet<u64> = there.iter().map(|chunk| chunk.epoch).collect();
         let missing: Vec<u64> = wanted.into_iter().filter(|epoch| !mapped.contains(epoch)).collect();
         for part in missing.chunks(MAX_FDS) {
-            let chunks = import(&self.shared.link, window, part.to_vec())?;
-            if let Err(error) = peer.map(&chunks) {
-                // The owner counts them as mapped here since it sent them.
-                let chunks: Vec<Chunk> = chunks.iter().map(|(chunk, _)| *chunk).collect();
-                self.say_unmapped(&peers, window, &chunks);
-                return Err(error.into());
+            let imported = import(&self.shared.link, window, part.to_vec());
+            // The owner counts them as mapped here since it sent them.
+            let sent = matches!(imported, Ok(_) | Err(Error::Descriptors(_)));
+            if let Err(error) = imported.and_then(|chunks| Ok(peer.map(&chunks)?)) {
+                if sent {
+                    self.say_unmapped(&peers, window, part.iter().copied());
+                }
+                return Err(error);
             }
         }
         check(&peer, offset, bytes, epochs)?;
@@ -99,17 +101,17 @@ impl Opened {
         for peer in both(peers, window) {
             for chunk in chunks {
                 if let Err(error) = peer.unmap(chunk.epoch) {
-                    tracing::error!(epoch = chunk.epoch, %error, "a peer's chunk could not be unmapped");
+                    stays(chunk, &error);
                 }
             }
         }
-        self.say_unmapped(peers, window, chunks);
+        self.say_unmapped(peers, window, chunks.iter().map(|chunk| chunk.epoch));
     }
 
     /// Tells the owner of those chunks that are mapped nowhere here.
-    fn say_unmapped(&self, peers: &Peers, window: u32, chunks: &[Chunk]) {
+    fn say_unmapped(&self, peers: &Peers, window: u32, epochs: impl Iterator<Item = u64>) {
         let mapped: Vec<u64> = both(peers, window).flat_map(|peer| peer.chunks()).map(|chunk| chunk.epoch).collect();
-        let epochs: Vec<u64> = chunks.iter().map(|chunk| chunk.epoch).filter(|epoch| !mapped.contains(epoch)).collect();
+        let epochs: Vec<u64> = epochs.filter(|epoch| !mapped.contains(epoch)).collect();
         if !epochs.is_empty() {
             // Without an owner nobody waits for it.
             let _ = self.shared.link.tell(Request::Unmapped { epochs });
@@ -117,7 +119,7 @@ impl Opened {
     }
 
     /// The owner's revoke: drops what is mapped of these chunks. Returns the bytes that are still mapped, since something of
-    /// them is in use; those go at a later [`Opened::tick`].
+    /// them is in use or the driver did not unmap them; those go at a later [`Opened::tick`].
     pub(in crate::client) fn revoke(&self, window: u32, epochs: &[u64], in_use: impl Fn(&Chunk) -> bool) -> u64 {
         let _span = tracing::debug_span!("revoke", window, chunks = epochs.len()).entered();
         if fault::is(Fault::StaleMap) {
@@ -128,14 +130,16 @@ impl Opened {
         let mut later = self.revoked.lock();
         for peer in both(&peers, window) {
             for chunk in peer.chunks().into_iter().filter(|chunk| epochs.contains(&chunk.epoch)) {
-                if in_use(&chunk) {
+                let used = in_use(&chunk);
+                let failed = if used { None } else { peer.unmap(chunk.epoch).err() };
+                if let Some(error) = &failed {
+                    stays(&chunk, error);
+                }
+                if used || failed.is_some() {
                     left += chunk.bytes;
-                    if !later.contains(&(window, chunk)) {
-                        later.push((window, chunk));
+                    if !later.iter().any(|revoked| (revoked.window, revoked.chunk) == (window, chunk)) {
+                        later.push(Revoked { window, chunk, failed: failed.is_some() });
                     }
-                } else if let Err(error) = peer.unmap(chunk.epoch) {
-                    tracing::error!(epoch = chunk.epoch, %error, "a peer's chunk could not be unmapped");
-                    left += chunk.bytes;
                 }
             }
         }
@@ -148,11 +152,23 @@ impl Opened {
         if !self.revoked.lock().is_empty() {
             let peers = self.peers.lock();
             let mut later = self.revoked.lock();
-            let (kept, free): (Vec<_>, Vec<_>) = later.drain(..).partition(|(window, chunk)| in_use(*window, chunk));
-            *later = kept;
-            for (window, chunk) in free {
-                self.unmap(&peers, window, &[chunk]);
-            }
+            later.retain_mut(|revoked| {
+                let Revoked { window, chunk, failed } = *revoked;
+                if in_use(window, &chunk) {
+                    return true;
+                }
+                for error in both(&peers, window).filter_map(|peer| peer.unmap(chunk.epoch).err()) {
+                    if !std::mem::replace(&mut revoked.failed, true) {
+                        stays(&chunk, &error);
+                    }
+                }
+                self.say_unmapped(&peers, window, std::iter::once(chunk.epoch));
+                let mapped = both(&peers, window).any(|peer| peer.chunks().contains(&chunk));
+                if !mapped && failed {
+                    tracing::info!(epoch = chunk.epoch, "a peer's chunk is unmapped after all");
+                }
+                mapped
+            });
         }
         self.peers.lock().retain(|(window, _), peer| {
             let stays = !peer.is_empty() || is_held(*window);
@@ -188,6 +204,19 @@ impl Opened {
     pub(in crate::client) fn peer_window_at(&self, addr: Addr) -> Option<Arc<Window>> {
         self.peers.lock().values().find(|peer| peer.offset_of(addr).is_some()).cloned()
     }
+}
+
+/// A chunk that its client gave back and that is still mapped here.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Revoked {
+    window: u32,
+    chunk: Chunk,
+    /// The driver did not unmap it, which was said.
+    failed: bool,
+}
+
+fn stays(chunk: &Chunk, error: &DriverError) {
+    tracing::error!(epoch = chunk.epoch, %error, "a peer's chunk could not be unmapped");
 }
 
 /// A peer's window, as it is mapped for writing and for reading only.

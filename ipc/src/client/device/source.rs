@@ -77,9 +77,10 @@ pub(super) struct Source {
 impl ChunkSource for Source {
     fn grow(&self, bytes: u64, press: bool) -> Result<Vec<(Chunk, OwnedFd)>, GrowError> {
         let call = Request::Grow { device: self.device, bytes, press };
-        let unreachable = |error: Error| match self.shared.left.load(Ordering::Acquire) {
-            true => GrowError::Left,
-            false => GrowError::Unreachable(error.to_string()),
+        let unreachable = |error: Error| match (self.shared.left.load(Ordering::Acquire), error) {
+            (true, _) => GrowError::Left,
+            (false, Error::Descriptors(why)) => GrowError::Failed(format!("What the owner granted went back: {why}.")),
+            (false, error) => GrowError::Unreachable(error.to_string()),
         };
         let (answer, mut fds) = self.shared.link.ask(call, GROW_TIMEOUT).map_err(unreachable)?;
         let chunks = match answer {
