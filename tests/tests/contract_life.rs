@@ -202,22 +202,6 @@ fn a_send_that_times_out_is_undone_and_the_channel_goes_on() {
     eventually("nothing is held", || a.leases() == 0);
 }
 
-/// The driver does not unmap a chunk that its maker gave back: it is tried again.
-#[test]
-fn an_unmap_that_fails_once_is_made_good() {
-    let arena = Arena::new();
-    let (mut a, mut b) = (arena.worker("a"), arena.worker_with("b", &[("MILLPOND_HOST_FAIL", "unmap:1:999")]));
-    let (ab, ba) = link(&mut a, &mut b);
-    let n = a.number(&format!("alloc {}", 64 * MIB));
-    a.ok(&format!("send {ab} {n}"));
-    let i = b.number(&format!("recv {ba}"));
-    b.ok(&format!("release {i}"));
-    eventually("nothing is held", || a.number("leases") == 0);
-    a.ok(&format!("free {n}"));
-    a.ok("trim");
-    arena.settles_at(0);
-}
-
 #[test]
 fn a_block_is_not_handed_out_before_the_consumers_stream_is_past() {
     let arena = Arena::new();

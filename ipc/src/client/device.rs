@@ -20,7 +20,7 @@ use millpond_allocator::driver::{
 use millpond_allocator::heap::{Heap, HeapConfig, Neighbour, Neighbours};
 use millpond_allocator::pins::Pins;
 use millpond_allocator::timeline::{Slots, TimelineError, Timelines};
-use millpond_allocator::window::{Unmapping, Window};
+use millpond_allocator::window::{Chunk, Unmapping, Window};
 use parking_lot::Mutex;
 
 use super::error::Error;
@@ -30,7 +30,7 @@ use super::link::Link;
 use super::record;
 use crate::control::{Control, MAX_DEVICES};
 use crate::wire::{Answer, DeviceGrant, Peer, Request, Role};
-use peers::{Peers, Revoked};
+use peers::Peers;
 use source::{Sink, Source, Words};
 
 /// How long any call but growth may take.
@@ -123,8 +123,8 @@ pub(super) struct Opened {
     granularity: u64,
     /// Held while chunks are looked up, mapped and unmapped, so that what was found mapped stays so until its import counts.
     peers: Mutex<Peers>,
-    /// Chunks that their client gave back and that are still mapped here.
-    revoked: Mutex<Vec<Revoked>>,
+    /// Chunks that their client gave back while something here still used them: (window, chunk).
+    revoked: Mutex<Vec<(u32, Chunk)>>,
     /// An event that is never recorded.
     probe: Mutex<Option<Event>>,
     /// The owner was told that the context is dead.

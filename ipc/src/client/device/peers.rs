@@ -4,7 +4,7 @@
 use std::collections::HashSet;
 use std::sync::Arc;
 
-use millpond_allocator::driver::{Access, Addr, DriverError};
+use millpond_allocator::driver::{Access, Addr};
 use millpond_allocator::scatter::ScatterMap;
 use millpond_allocator::window::{Chunk, Epochs, Window};
 use millpond_allocator::Few;
@@ -101,7 +101,7 @@ impl Opened {
         for peer in both(peers, window) {
             for chunk in chunks {
                 if let Err(error) = peer.unmap(chunk.epoch) {
-                    stays(chunk, &error);
+                    tracing::error!(epoch = chunk.epoch, %error, "a peer's chunk could not be unmapped");
                 }
             }
         }
@@ -119,7 +119,7 @@ impl Opened {
     }
 
     /// The owner's revoke: drops what is mapped of these chunks. Returns the bytes that are still mapped, since something of
-    /// them is in use or the driver did not unmap them; those go at a later [`Opened::tick`].
+    /// them is in use; those go at a later [`Opened::tick`].
     pub(in crate::client) fn revoke(&self, window: u32, epochs: &[u64], in_use: impl Fn(&Chunk) -> bool) -> u64 {
         let _span = tracing::debug_span!("revoke", window, chunks = epochs.len()).entered();
         if fault::is(Fault::StaleMap) {
@@ -130,16 +130,14 @@ impl Opened {
         let mut later = self.revoked.lock();
         for peer in both(&peers, window) {
             for chunk in peer.chunks().into_iter().filter(|chunk| epochs.contains(&chunk.epoch)) {
-                let used = in_use(&chunk);
-                let failed = if used { None } else { peer.unmap(chunk.epoch).err() };
-                if let Some(error) = &failed {
-                    stays(&chunk, error);
-                }
-                if used || failed.is_some() {
+                if in_use(&chunk) {
                     left += chunk.bytes;
-                    if !later.iter().any(|revoked| (revoked.window, revoked.chunk) == (window, chunk)) {
-                        later.push(Revoked { window, chunk, failed: failed.is_some() });
+                    if !later.contains(&(window, chunk)) {
+                        later.push((window, chunk));
                     }
+                } else if let Err(error) = peer.unmap(chunk.epoch) {
+                    tracing::error!(epoch = chunk.epoch, %error, "a peer's chunk could not be unmapped");
+                    left += chunk.bytes;
                 }
             }
         }
@@ -152,23 +150,11 @@ impl Opened {
         if !self.revoked.lock().is_empty() {
             let peers = self.peers.lock();
             let mut later = self.revoked.lock();
-            later.retain_mut(|revoked| {
-                let Revoked { window, chunk, failed } = *revoked;
-                if in_use(window, &chunk) {
-                    return true;
-                }
-                for error in both(&peers, window).filter_map(|peer| peer.unmap(chunk.epoch).err()) {
-                    if !std::mem::replace(&mut revoked.failed, true) {
-                        stays(&chunk, &error);
-                    }
-                }
-                self.say_unmapped(&peers, window, std::iter::once(chunk.epoch));
-                let mapped = both(&peers, window).any(|peer| peer.chunks().contains(&chunk));
-                if !mapped && failed {
-                    tracing::info!(epoch = chunk.epoch, "a peer's chunk is unmapped after all");
-                }
-                mapped
-            });
+            let (kept, free): (Vec<_>, Vec<_>) = later.drain(..).partition(|(window, chunk)| in_use(*window, chunk));
+            *later = kept;
+            for (window, chunk) in free {
+                self.unmap(&peers, window, &[chunk]);
+            }
         }
         self.peers.lock().retain(|(window, _), peer| {
             let stays = !peer.is_empty() || is_held(*window);
@@ -204,19 +190,6 @@ impl Opened {
     pub(in crate::client) fn peer_window_at(&self, addr: Addr) -> Option<Arc<Window>> {
         self.peers.lock().values().find(|peer| peer.offset_of(addr).is_some()).cloned()
     }
-}
-
-/// A chunk that its client gave back and that is still mapped here.
-#[derive(Debug, Clone, Copy)]
-pub(super) struct Revoked {
-    window: u32,
-    chunk: Chunk,
-    /// The driver did not unmap it, which was said.
-    failed: bool,
-}
-
-fn stays(chunk: &Chunk, error: &DriverError) {
-    tracing::error!(epoch = chunk.epoch, %error, "a peer's chunk could not be unmapped");
 }
 
 /// A peer's window, as it is mapped for writing and for reading only.
