@@ -88,6 +88,14 @@ struct Line {
     writer: Option<StreamId>,
 }
 
+impl Line {
+    /// One that nobody has written in this life.
+    fn new(memory: &dyn TimelineMemory, timeline: u32) -> Option<Self> {
+        let value = memory.word(timeline)?.value();
+        Some(Self { last: Signal { timeline, value }, writer: None })
+    }
+}
+
 /// Slots that are kept for devices that are opened late: one each.
 const KEPT: u32 = 16;
 
@@ -138,12 +146,9 @@ impl Timelines {
             Err(error) if error.result() == Some(CuResult::HOST_MEMORY_ALREADY_REGISTERED) => driver.host_address(start)?,
             registered => registered?,
         };
-        let mut inner = Inner::default();
-        if let Some(timeline) = slots.take_kept() {
-            let value = memory.word(timeline).map_or(0, Word::value);
-            inner.written.push(Line { last: Signal { timeline, value }, writer: None });
-        }
-        Ok(Self { driver, memory, base, slots, inner: Mutex::new(inner) })
+        let written = slots.take_kept().and_then(|timeline| Line::new(&*memory, timeline)).into_iter().collect();
+        let inner = Mutex::new(Inner { written, ..Inner::default() });
+        Ok(Self { driver, memory, base, slots, inner })
     }
 
     fn address(&self, timeline: u32) -> Addr {
@@ -197,8 +202,7 @@ impl Timelines {
         let place = if let Some(place) = unused {
             place
         } else if let Some(timeline) = self.slots.take() {
-            let word = self.memory.word(timeline).ok_or(TimelineError::Unknown(timeline))?;
-            inner.written.push(Line { last: Signal { timeline, value: word.value() }, writer: None });
+            inner.written.push(Line::new(&*self.memory, timeline).ok_or(TimelineError::Unknown(timeline))?);
             inner.written.len() - 1
         } else if let Some(place) = inner.written.iter().position(|line| matches!(self.reached(line.last), Ok(Reached::Yes))) {
             inner.streams.retain(|_, other| *other != place);

@@ -12,6 +12,14 @@ use millpond_allocator::driver::host::{HostConfig, HostDriver, HostPlatform};
 use millpond_allocator::driver::Driver;
 use millpond_allocator::timeline::{Reached, Signal, Slots, TimelineError, TimelineMemory, Timelines};
 
+/// A device, and its timelines.
+fn one_device(slots: u32) -> (Arc<HostDriver>, Timelines) {
+    let driver = HostPlatform::new(HostConfig::default()).driver(0).unwrap();
+    driver.attach_context().unwrap();
+    let timelines = Timelines::new(driver.clone(), Arc::new(Words::default()), Arc::new(Slots::new(0, slots))).unwrap();
+    (driver, timelines)
+}
+
 #[test]
 fn devices_of_one_process_share_the_words() {
     let platform = HostPlatform::new(HostConfig { devices: 2, ..HostConfig::default() });
@@ -39,10 +47,7 @@ fn devices_of_one_process_share_the_words() {
 /// Who waits for a stream waits for all that this waits for.
 #[test]
 fn a_stream_stands_behind_every_timeline_that_it_waits_for() {
-    let platform = HostPlatform::new(HostConfig::default());
-    let driver = platform.driver(0).unwrap();
-    driver.attach_context().unwrap();
-    let timelines = Timelines::new(driver.clone(), Arc::new(Words::default()), Arc::new(Slots::new(0, 8))).unwrap();
+    let (driver, timelines) = one_device(8);
     let [one, two, stream] = [(); 3].map(|()| driver.stream_create().unwrap());
     let stalls = [driver.stall(one), driver.stall(two)];
     let signals = [timelines.signal(one).unwrap(), timelines.signal(two).unwrap()];
@@ -64,10 +69,7 @@ fn a_stream_stands_behind_every_timeline_that_it_waits_for() {
 /// A replay would signal old values, and wait for what has long been.
 #[test]
 fn a_capture_takes_no_signal_and_no_wait_and_is_none_the_worse() {
-    let platform = HostPlatform::new(HostConfig::default());
-    let driver = platform.driver(0).unwrap();
-    driver.attach_context().unwrap();
-    let timelines = Timelines::new(driver.clone(), Arc::new(Words::default()), Arc::new(Slots::new(0, 8))).unwrap();
+    let (driver, timelines) = one_device(8);
     let (captured, other) = (driver.stream_create().unwrap(), driver.stream_create().unwrap());
     let before = timelines.signal(captured).unwrap();
     driver.stream_synchronize(captured).unwrap();
@@ -130,14 +132,6 @@ fn what_a_dead_client_named_is_never_named_again() {
     drop(next_stall);
     driver.stream_synchronize(stream).unwrap();
     drop(stall);
-}
-
-/// A device, and its timelines.
-fn one_device(slots: u32) -> (Arc<HostDriver>, Timelines) {
-    let driver = HostPlatform::new(HostConfig::default()).driver(0).unwrap();
-    driver.attach_context().unwrap();
-    let timelines = Timelines::new(driver.clone(), Arc::new(Words::default()), Arc::new(Slots::new(0, slots))).unwrap();
-    (driver, timelines)
 }
 
 /// What one of them has signalled is reached only when it is, whoever signals on the same word before or behind it.

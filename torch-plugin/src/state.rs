@@ -126,14 +126,7 @@ fn claim_process() -> Result<()> {
 #[inline]
 pub fn heap(ordinal: i32) -> Result<&'static Heap> {
     let slot = slot_of(ordinal);
-    if let Some(slot) = slot {
-        let heap = slot.load(Ordering::Acquire);
-        if !heap.is_null() {
-            // SAFETY: what is stored here was leaked and is never freed.
-            return Ok(unsafe { &*heap });
-        }
-    }
-    open(ordinal, slot)
+    slot.and_then(in_slot).map_or_else(|| open(ordinal, slot), Ok)
 }
 
 #[cold]
@@ -159,25 +152,24 @@ fn slot_of(ordinal: i32) -> Option<&'static AtomicPtr<Heap>> {
 /// The heap in whose window an address lies: that of the given GPU, of another, or the host's.
 #[must_use]
 pub fn heap_of(addr: u64, ordinal: i32) -> Option<&'static Heap> {
-    let here = |slot: &AtomicPtr<Heap>| {
-        let heap = slot.load(Ordering::Acquire);
-        // SAFETY: null or leaked.
-        unsafe { heap.as_ref() }.filter(|heap: &&'static Heap| heap.window().offset_of(addr).is_some())
-    };
-    let first = slot_of(ordinal).and_then(here);
-    first.or_else(|| HEAPS.iter().find_map(here))
+    let here = |heap: &&'static Heap| heap.window().offset_of(addr).is_some();
+    let first = slot_of(ordinal).and_then(in_slot).filter(here);
+    first.or_else(|| open_heaps().find(here))
 }
 
 /// Every heap that malloc has used and finds without a lock, the host's too.
 pub fn open_heaps() -> impl Iterator<Item = &'static Heap> {
-    // SAFETY: null or leaked.
-    HEAPS.iter().filter_map(|slot| unsafe { slot.load(Ordering::Acquire).as_ref() })
+    HEAPS.iter().filter_map(in_slot)
 }
 
 /// The heap of a GPU if malloc has used it.
 #[must_use]
 pub fn heap_if_open(ordinal: usize) -> Option<&'static Heap> {
-    let heap = HEAPS.get(ordinal.checked_add(1)?)?.load(Ordering::Acquire);
-    // SAFETY: null or leaked.
-    unsafe { heap.as_ref() }
+    in_slot(HEAPS.get(ordinal.checked_add(1)?)?)
+}
+
+#[inline]
+fn in_slot(slot: &AtomicPtr<Heap>) -> Option<&'static Heap> {
+    // SAFETY: null, or leaked and never freed.
+    unsafe { slot.load(Ordering::Acquire).as_ref() }
 }

@@ -38,21 +38,29 @@ impl Neighbours {
     /// capturing one is not asked, as it may not be.
     #[must_use]
     pub fn of(&self, own: &dyn Driver, stream: Stream) -> Vec<Arc<Neighbour>> {
-        let all = self.0.lock();
-        let others = all.iter().filter(|other| other.driver.device().id != own.device().id);
-        if stream.is_named() {
-            return others.cloned().collect();
+        let mut others: Vec<_> = self.0.lock().iter().filter(|other| other.driver.device().id != own.device().id).cloned().collect();
+        if others.is_empty() || stream.is_named() {
+            return others;
         }
-        let others: Vec<_> = others.collect();
-        let asked = !others.is_empty() && !matches!(own.stream_capture(stream), Ok(Capture::Active | Capture::Invalidated));
-        if !asked || own.owns(stream).unwrap_or(true) {
+        let captures = matches!(own.stream_capture(stream), Ok(Capture::Active | Capture::Invalidated));
+        if captures || own.owns(stream).unwrap_or(true) {
             return Vec::new();
         }
-        others.into_iter().filter(|other| other.driver.owns(stream).unwrap_or(false)).cloned().collect()
+        others.retain(|other| other.driver.owns(stream).unwrap_or(false));
+        others
     }
 }
 
 impl Neighbour {
+    /// Notes those of `more` that are not noted yet.
+    pub fn note(noted: &mut Vec<Arc<Self>>, more: &[Arc<Self>]) {
+        for neighbour in more {
+            if !noted.iter().any(|other| Arc::ptr_eq(other, neighbour)) {
+                noted.push(neighbour.clone());
+            }
+        }
+    }
+
     /// The mark that it must have come past for all that was queued there before now to be over. It sees to that.
     #[must_use]
     pub fn ask(&self) -> u64 {

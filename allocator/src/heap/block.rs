@@ -213,9 +213,8 @@ impl Inner {
         if !self.any_waiting() {
             return;
         }
-        let (over, away) = std::mem::take(&mut self.away).into_iter().partition(|(abroad, mark, _)| abroad.is_past(*mark));
+        let (over, away): (Vec<_>, _) = std::mem::take(&mut self.away).into_iter().partition(|(abroad, mark, _)| abroad.is_past(*mark));
         self.away = away;
-        let over: Vec<_> = over;
         over.into_iter().for_each(|(.., handle)| self.unused_here(handle));
         for stream in self.streams.numbers() {
             while let Some((mark, handle)) = self.streams.take_over(stream) {
@@ -290,13 +289,9 @@ impl Inner {
     }
 
     /// Notes that streams of other GPUs use a block.
-    pub(super) fn record_abroad(&mut self, index: u32, abroad: Vec<Arc<Neighbour>>) {
-        let Some(info) = self.infos.get_mut(index as usize).filter(|_| !abroad.is_empty()) else { return };
-        let noted = &mut info.more.get_or_insert_default().abroad;
-        for neighbour in abroad {
-            if !noted.iter().any(|other| Arc::ptr_eq(other, &neighbour)) {
-                noted.push(neighbour);
-            }
+    pub(super) fn record_abroad(&mut self, index: u32, abroad: &[Arc<Neighbour>]) {
+        if let Some(info) = self.infos.get_mut(index as usize).filter(|_| !abroad.is_empty()) {
+            Neighbour::note(&mut info.more.get_or_insert_default().abroad, abroad);
         }
     }
 

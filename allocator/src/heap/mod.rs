@@ -354,7 +354,7 @@ impl Heap {
         let id = if abroad.is_empty() || stream.is_named() { Some(self.identify(stream)?.0) } else { None };
         let mut inner = self.inner.lock();
         let Some(index) = inner.live_around(offset).map(|info| info.handle.index()) else { return Ok(false) };
-        inner.record_abroad(index, abroad);
+        inner.record_abroad(index, &abroad);
         let Some(id) = id else { return Ok(true) };
         let stream = match inner.streams.find(id) {
             Some(stream) => stream,

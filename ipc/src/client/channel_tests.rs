@@ -58,12 +58,15 @@ fn what_is_unread_ends_whoever_reads_when_the_channel_is_closed() {
     }
 }
 
-fn pair() -> (Channel, OwnedFd) {
-    let (_, office) = office();
+/// A channel, and its other end.
+fn channel(office: &Arc<Office>, peer: &Peer) -> (Channel, OwnedFd) {
     let (here, there) = socketpair(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None).unwrap();
-    let peer = peer(4, 10);
-    office.opened(&peer);
-    (Channel::new(here, peer, Arc::new(office)), there)
+    office.opened(peer);
+    (Channel::new(here, peer.clone(), office.clone()), there)
+}
+
+fn pair() -> (Channel, OwnedFd) {
+    channel(&Arc::new(office().1), &peer(4, 10))
 }
 
 /// The peer does not read: what no byte of has left is not sent, and that is all.
@@ -162,9 +165,8 @@ fn a_channel_is_held_until_nobody_has_its_other_end() {
     let mut others = Vec::new();
     let mut channels = Vec::new();
     for _ in 0..2 {
-        let (here, there) = socketpair(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None).unwrap();
-        office.opened(&peer);
-        channels.push(Channel::new(here, peer.clone(), office.clone()));
+        let (here, there) = channel(&office, &peer);
+        channels.push(here);
         others.push([there.try_clone().unwrap(), there]);
     }
     for [childs, its] in others {

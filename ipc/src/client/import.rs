@@ -462,11 +462,7 @@ impl Imports {
             if let Some(stream) = stream {
                 import.used_by(stream);
             }
-            for neighbour in &abroad {
-                if !import.abroad.iter().any(|other| Arc::ptr_eq(other, neighbour)) {
-                    import.abroad.push(neighbour.clone());
-                }
-            }
+            Neighbour::note(&mut import.abroad, &abroad);
         }
         any
     }
